@@ -61,6 +61,16 @@ def turned_at_last(spec: pl.ModelSpec) -> Any:
     return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.Tanh(), turned(spec))
 
 
+def sliced(spec: pl.ModelSpec) -> Any:
+    """A block whose result is a part of a larger tensor, so what is handed on is a copy."""
+
+    class Sliced(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)[..., : spec.hidden]
+
+    return Sliced(spec.hidden, 2 * spec.hidden)
+
+
 CASES = {
     "accumulation, clipped": ({}, {"microbatches": 3}, {"clip_norm": 1.0}),
     "zero-1 in copies, fp16": ({"dropout": 0.1}, {"dp": 4, "shard": 2, "zero_stage": 1,
@@ -225,8 +235,10 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
     ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
     ({"block": turned_at_last, "layers": 3, "seq_len": 96}, {
         "pp": 3, "microbatches": 3, "microbatch_size": 4}),
+    ({"block": sliced, "layers": 3, "seq_len": 96}, {
+        "pp": 3, "microbatches": 3, "microbatch_size": 4}),
 ], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",
-        "a result kept", "turned at last"])  # fmt: skip
+        "a result kept", "turned at last", "sliced"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss.

@@ -89,6 +89,17 @@ class Mixer(nn.Module):
         return x + self.drop(self.proj(y)) * self.scale
 
 
+class Sliced(nn.Module):
+    """Its result and its input's gradient are parts of larger tensors."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * spec.hidden, 2 * spec.hidden)
+
+    def forward(self, x):
+        return self.mix(torch.cat([x, torch.ones_like(x)], -1))[..., : x.shape[-1]]
+
+
 OWN = cases("""
     dp=3 microbatches=2
     dp=3 zero_stage=2 microbatches=2
@@ -96,7 +107,10 @@ OWN = cases("""
     pp=2 dp=2 microbatches=2 zero_stage=3
     dp=2 precision=bf16
     pp=2 microbatches=2 precision=fp16
-""", block=Mixer, dropout=0.1)  # fmt: skip
+""", block=Mixer, dropout=0.1) + cases("""
+    pp=2 microbatches=2
+    pp=2 microbatches=2 recompute=full
+""", block=Sliced)  # fmt: skip
 OWN_CHAINS = cases("""
     pp=4 microbatches=5 schedule=zb-h1
     recompute=full microbatches=2

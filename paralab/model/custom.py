@@ -46,7 +46,7 @@ class Custom(Op):
         if not env.keeping:
             with env.drawing(self.name, 1.0), wide_views(weights.values()):
                 y = called(module, dict(weights), x.view(shape))
-            return (y.reshape(x.shape),), None
+            return (y.reshape(x.shape).contiguous(),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
         for_backward: dict[str, Any] = {}  # the weights that `input_grad` is given, while it runs
@@ -89,7 +89,7 @@ class Custom(Op):
         for w in leaves.values():  # the graph refers to the leaves, but needs none of their values
             w.data = w.new_empty(0)
         kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), for_backward)
-        return (y.detach().reshape(x.shape),), kept
+        return (y.detach().reshape(x.shape).contiguous(),), kept  # as messages must be
 
     def input_grad(self, weights, kept, grads, env):
         import torch
@@ -104,7 +104,7 @@ class Custom(Op):
         for at, shape in enumerate(self.params.values()):
             if weight_grads[at] is None:  # forward did not use this weight
                 weight_grads[at] = leaf.new_zeros(shape)
-        return (gx.reshape(grads[0].shape),), weight_grads
+        return (gx.reshape(grads[0].shape).contiguous(),), weight_grads
 
     def weight_grad(self, deferred, into, env):
         for name, g in zip(self.params, deferred, strict=True):

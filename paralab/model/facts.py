@@ -107,7 +107,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             with saved_tensors_hooks(pack, unpack), counter:
                 y = called(module, tensors, x)
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
-                    rows = y.detach().reshape(-1, spec.hidden)  # as the op returns it
+                    rows = y.detach().reshape(-1, spec.hidden).contiguous()  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
                 others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
@@ -118,7 +118,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
                 keeps_result = result._cdata in kept
                 del kept
-                edge, g = get_gradient_edge(y), torch.empty_like(y)
+                edge, g = get_gradient_edge(y), torch.empty_like(x)
                 del y, rows  # as on a rank: of these only the result is alive when backward begins
                 counter.backward(None if passes_input else result)
                 del result
@@ -128,6 +128,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     parameter.data = parameter.new_empty(0)
                 with counter:
                     grads = torch.autograd.grad((edge,), (x, *parameters), (g,), allow_unused=True)
+                    grads = [t if t is None else t.contiguous() for t in grads]  # here too
                     storages = [t.untyped_storage() for t in grads if t is not None]
                     given = g.untyped_storage()._cdata
                     passes_grad = grads[0] is not None and storages[0]._cdata == given
