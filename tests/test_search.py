@@ -148,6 +148,20 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
         {"devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"]}
         | {"offload": [None, "cpu"], "global_batch": 8},
     ),
+    "hardly any memory": (
+        TINY.replace(layers=3, hidden=128, heads=4, seq_len=8, vocab=4096, tied=True),
+        SPARING,
+        {
+            "devices": 6,
+            "global_batch": 24,
+            "memory": 5039179,
+            "recompute": "full",
+            "offload": None,
+            "grad_sync": ["naive", "overlapped"],
+            "schedule": ["zb-h1", "1f1b"],
+            "precision": "bf16",
+        },
+    ),
 }
 
 
