@@ -148,6 +148,20 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
         {"devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"]}
         | {"offload": [None, "cpu"], "global_batch": 8},
     ),
+    "hardly any memory": (
+        TINY.replace(layers=3, hidden=128, heads=4, seq_len=8, vocab=4096, tied=True),
+        SPARING,
+        {
+            "devices": 6,
+            "global_batch": 24,
+            "memory": 5039179,
+            "recompute": "full",
+            "offload": None,
+            "grad_sync": ["naive", "overlapped"],
+            "schedule": ["zb-h1", "1f1b"],
+            "precision": "bf16",
+        },
+    ),
 }
 
 
@@ -261,6 +275,32 @@ def test_seconds_with_small_buckets_are_estimated_whatever_is_offloaded(zero, of
     seconds = sum(Estimate(plans, model, LAPTOP, "adamw").terms.values())
     exact = [Totals(model, plan, LAPTOP, "adamw").seconds() for plan in plans]
     assert (seconds / exact).min() >= 0.9 and (seconds / exact).max() <= 1.1
+
+
+A100 = pl.Cluster.preset("dgx-a100")
+THIN = SMALL.replace(layers=6, hidden=32, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    "cluster, settings",
+    [
+        (NODES, {"dp": 8, "grad_sync": "naive", "zero_stage": 0}),
+        (A100, {"dp": 8, "bucket_bytes": 1, "zero_stage": 0}),
+        (A100, {"dp": 4, "tp": 2, "grad_sync": "naive", "zero_stage": 0}),
+        (LAPTOP, {"dp": 8, "zero_stage": 3, "secondary_shard": 2}),
+        (NODES, {"dp": 8, "zero_stage": 1, "shard": 2, "bucket_bytes": 2**12}),
+    ],
+    ids=["a call per parameter", "kernels", "both", "hpZ", "replicas"],
+)
+def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(cluster, settings):
+    """Where messages are small and many, their number counts, and little else does."""
+    how = {"tp": 1, "pp": 1, "offload": None, "recompute": "none"} | settings
+    plans = space(THIN, cluster, 8, 32, how)
+    estimate = Estimate(plans, THIN, cluster, "adamw")
+    seconds = sum(estimate.terms.values())
+    exact = [Totals(THIN, plan, cluster, "adamw").seconds() for plan in plans]
+    assert len(exact) > 1
+    assert (seconds / exact).min() >= 0.88 and (seconds / exact).max() <= 1.27, seconds / exact
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,11 @@ class Estimate:
         parts = self.blocks + self.first + self.last + (self.tied > 0)
         buckets = self.total("units") + self.last * copy
         filled = np.ceil(self.psi * self.grad / space.bucket_bytes)
-        units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
-        self.units = np.maximum(units, 1)  # number of a rank's units
+        self.tensors = self.total("tensors") + self.last * copy  # number of a rank's parameters
+        by_tensor = (self.zero == 0) & (space.grad_sync == "naive")
+        by_part = (self.zero == 3) | ((self.zero == 0) & (space.dp == 1))
+        units = np.where(by_tensor, self.tensors, np.minimum(buckets, filled))
+        self.units = np.maximum(np.where(by_part, parts, units), 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
@@ -124,9 +127,7 @@ class Estimate:
 
     # ---- links -----------------------------------------------------------------------------------
     def link(self, op: str, size: Array, stride: Array) -> Seconds:
-        """Seconds of a call by the bytes that a member sends, in groups of ``size`` ranks that are
-        ``stride`` apart, with the cluster's ``wait_overhead``.
-        """
+        """Seconds of a call by its bytes, in groups of ``size`` ranks ``stride`` apart."""
 
         def figures(*row: int) -> list[float]:
             algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
@@ -134,16 +135,27 @@ class Estimate:
 
         world = self.space.dp * self.space.tp * self.p
         columns = self.once(figures, size, stride, world).T
-        wait = 0.0 if op == "send" else self.cluster.wait_overhead
         first_way, second_way = Way(*columns[:2]), Way(*columns[2:])
-        return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent)) + wait
+        return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent))
 
-    def collective(self, op: str) -> Seconds:
-        """Seconds of a collective by its elements, in the group that shards the states."""
-        seconds = self.link(op, self.n, self.space.tp)
+    def collective(self, op: str, n: Array) -> Seconds:
+        """Seconds of a collective by its elements, in a group of ``n`` that shards the states."""
+        seconds = self.link(op, n, self.space.tp)
         item = self.item if op == "all_gather" else self.grad
-        sent = (2 if op == "all_reduce" else 1) * (self.n - 1) / self.n * item
-        return lambda elements: (self.n > 1) * seconds(sent * elements)
+        sent = (2 if op == "all_reduce" else 1) * (n - 1) / n * item
+        return lambda elements: (n > 1) * seconds(sent * elements)
+
+    def kernels(self, moved: Array, count: Array) -> Array:
+        """Seconds of so many kernels that move these bytes."""
+        seconds = moved / self.cluster.memory_bandwidth + count * self.cluster.op_overhead
+        return np.maximum(seconds, count * self.cluster.launch_overhead)
+
+    def calls(self, work: Array) -> Array:
+        """Seconds of a rank's own time that a call takes, with ``work`` seconds after its wait."""
+        slower = (
+            self.cluster.wait_overhead * work / np.maximum(work + self.cluster.wait_work, 1e-30)
+        )
+        return (self.space.dp > 1) * (self.cluster.call_overhead + slower)  # as in resumed.py
 
     def tier(self, lane: str) -> Seconds:
         """Seconds of a copy by its bytes, over a link between tiers: "h2d", "d2h" or "disk"."""
@@ -233,27 +245,33 @@ class Estimate:
         as far as it lasts (ZeRO, arXiv:1910.02054, sec. 7.2.2); the last reduction delays the next
         gather. Reduced gradients are then added to the sum so far.
         """
-        gather, scatter = self.collective("all_gather"), self.collective("reduce_scatter")
+        scatter = self.collective("reduce_scatter", self.n)
         weights, upload, disk = self.place("parameters"), self.tier("h2d"), self.tier("disk")
+        degrees = (self.n, self.space.backward_shard_degree)  # in forward, in backward
 
-        def fetch_seconds(elements: Array) -> tuple[Array, ...]:
+        def fetch_seconds(elements: Array, gather: Seconds) -> tuple[Array, ...]:
             """Seconds on each lane to the device: the gather, the host's link, the disk."""
             size = elements / self.n * self.item
             return gather(elements), (weights > 0) * upload(size), (weights == 2) * disk(size)
 
-        unit = self.psi / self.units
-        first, lanes = self.v * sum(fetch_seconds(self.parts.block.elements)), fetch_seconds(unit)
-        slowest, scatter_seconds = self.units * together(lanes, overlap), self.units * scatter(unit)
-        forward, back = overlap * forward, overlap * back  # compute that can hide communication
+        unit, block, units = self.psi / self.units, self.parts.block.elements, self.units
+        gathers = [self.collective("all_gather", n) for n in degrees]
+        first, first_back = (self.v * sum(fetch_seconds(block, gather)) for gather in gathers)
+        lanes, lanes_back = (fetch_seconds(unit, gather) for gather in gathers)
+        slowest, scatter_seconds = units * together(lanes, overlap), units * scatter(unit)
+        call, call_back = self.calls(forward / units), units * self.calls(back / units)
+        # Compute that can hide communication.
+        forward, back = overlap * (forward + units * call), overlap * (back + call_back)
         hidden = first + (self.space.prefetch > 0) * forward
-        fetched = first + np.maximum(slowest - hidden, 0.0)
-        lane = self.units * (lanes[0] if overlap else sum(lanes)) + scatter_seconds
-        backward_wait = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
-        added_bytes = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
+        fetched = first + np.maximum(slowest - hidden, 0.0) + units * call
+        lane = units * (lanes_back[0] if overlap else sum(lanes_back)) + scatter_seconds
+        waits = first_back + np.maximum(lane - first_back - back, 0.0) + scatter(unit) + call_back
+        gloo = (self.n > 1) * (not self.cluster.gpus)  # the rank adds up what it received
+        added_bytes = (gloo * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
+        added = self.kernels(added_bytes, (1 + 2 * gloo) * units) + call_back
         stage3, stage2 = self.zero == 3, self.reduces_often & (self.zero == 2)
-        returned = np.where(stage3, backward_wait, stage2 * np.maximum(scatter_seconds - back, 0.0))
-        added = self.reduces_often * added_bytes / self.cluster.memory_bandwidth
-        return stage3 * fetched, returned + added
+        returned = np.where(stage3, waits, stage2 * np.maximum(scatter_seconds - back, 0.0))
+        return stage3 * fetched, returned + self.reduces_often * added
 
     def after(self, last_backward: Array, overlap: bool) -> tuple[Array, Array, Array]:
         """Exposed seconds (dp, offload, optimizer) after a rank's last backward.
@@ -263,24 +281,27 @@ class Estimate:
         """
         units, zero, updated = self.units, self.zero, self.updated
         unit, dp, tp = self.psi / units, self.space.dp, self.space.tp
-        reduce, scatter, gather = (
-            self.collective(op)(unit) for op in ("all_reduce", "reduce_scatter", "all_gather")
-        )
+        ops = ("all_reduce", "reduce_scatter", "all_gather")
+        reduce, scatter, gather = (self.collective(op, self.n)(unit) for op in ops)
+        stays = self.place("optimizer") == 0
+        count = 5 * units + np.where(zero == 0, self.tensors, units)
+        update = stays * self.kernels(updated * self.update_bytes, count)
+        call = self.calls(update / units)
         per_unit = np.where(zero == 0, reduce, scatter)
-        hides = overlap * (self.space.grad_sync == "overlapped") * last_backward * (1 - 1 / units)
-        not_hidden = np.maximum(units * per_unit - hides, per_unit)
+        hides = overlap * (self.space.grad_sync == "overlapped") * (1 - 1 / units)
+        hides = hides * (last_backward + units * call)
+        not_hidden = np.maximum(units * per_unit - hides, per_unit) + units * call
         exposed = np.where(self.reduces_often, per_unit, not_hidden)
         replica_count = dp // self.n
         replicas = self.link("all_reduce", replica_count, tp * self.n)
         sent = 2 * (replica_count - 1) / replica_count * updated / units * self.grad
-        exposed = exposed + (replica_count > 1) * (zero > 0) * units * replicas(sent)
+        sums = (replica_count > 1) * (zero > 0) * (replicas(sent) + call)
         ends = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
         exposed = exposed + (self.tied > 0) * ends(self.grad * self.tied * updated / self.psi)
-        stays = self.place("optimizer") == 0
-        update = updated * self.update_bytes / self.cluster.memory_bandwidth
-        update = (update + 6 * units * self.cluster.op_overhead) * stays
-        gather = gather * ((zero == 1) | (zero == 2))
-        return exposed + stays * units * gather, self.offloaded(gather, overlap), update
+        gather = (gather + call) * ((zero == 1) | (zero == 2))
+        calls = (sums, stays * gather)  # of one unit, next to the replicas' sum of the next unit
+        exposed = exposed + (units - 1) * together(calls, overlap) + sum(calls)
+        return exposed, self.offloaded(gather, overlap), update
 
     def offloaded(self, gather: Array, overlap: bool) -> Array:
         """Exposed seconds of all offloaded states (ZeRO-Infinity, Rajbhandari+ 2021,

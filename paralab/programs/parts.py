@@ -43,13 +43,13 @@ from paralab.spec.links import Link, Reach, furthest
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),
-    *("tp_overlap", "precision", "grad_dtype", "bucket_bytes", "grad_sync"),
+    *("tp_overlap", "precision", "grad_dtype", "bucket_bytes"),
 )
 
 
 SECONDS = "forward backward weight recompute tp_wait tp_hidden"
 BYTES = "saved forward_peak backward_peak deferred weight_peak"
-SIZES = "elements largest units"
+SIZES = "elements largest units tensors"
 
 
 class PartFigures(namedtuple("PartFigures", f"{SECONDS} {BYTES} {SIZES}")):
@@ -65,7 +65,7 @@ class PartFigures(namedtuple("PartFigures", f"{SECONDS} {BYTES} {SIZES}")):
     deferred           bytes held between input half and weight half
     weight_peak        peak bytes of the weight half, above the bytes before it
     elements, largest  elements of all its parameters, and of the largest one
-    units              flat buffers that its gradients fill
+    units              flat buffers that its gradients fill; ``tensors``: its parameters
     """
 
 
@@ -101,6 +101,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
         sizes = model.numels[name]
         part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values())
         part["units"] = len(units(sizes, program.spec, replicated))
+        part["tensors"] = len(sizes)
     numbers = [number for part in figures for number in part.values()]
     message, token = _message_bytes(program), prod(model.shapes[TIED[0]])
     return [*numbers, shared, message, token, program.constant_bytes(0)]

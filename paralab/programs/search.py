@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples per device of the default global batch
 SPARE = 1.1  # an uncompiled plan fits if its estimated memory times this does
 BEHIND = 1.02  # plans estimated so many times slower than the fastest simulated are not compiled
+FEW = 1000  # of so many plans all that may fit by `LIKELY` are tried, as long as that is quick
+LIKELY = 1.5  # estimates of memory of small models are too high by up to this factor
 OVER = 2.0  # estimates of memory may be too high by this factor: plans within it may fit after all
-NEAR = 30  # if no plan fits by its estimate, at most so many are compiled to find one that does
+NEAR = 30  # so many plans at least may be compiled to find those that fit
 AT_LEAST = 3  # so many fitting plans are compiled, whatever their estimates are
 LARGE = 100_000  # a step of more rows that cannot be folded takes seconds to compile
 MAX_TOP = 100  # plans to compile; one of a trillion parameters takes seconds
@@ -151,8 +153,9 @@ class Search:
         self.fits = SPARE * self.memory <= memory_limit
         # Simulate plans that may fit, fastest estimate first. If none of the first ones fits, those
         # that fit by their estimate; if none of these does either, those that need least memory.
-        all_tried = len(plans) <= 3 * top  # then no plan is left out because of its estimate
-        likely = np.flatnonzero(self.memory <= (OVER if all_tried else SPARE) * memory_limit)
+        over = LIKELY if len(plans) <= FEW else SPARE
+        over = OVER if len(plans) <= 3 * top else over  # no plan is left out for its estimate
+        likely = np.flatnonzero(self.memory <= over * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
         if not self._one_fits():
@@ -178,12 +181,12 @@ class Search:
         return bool((np.isfinite(self.simulated) & self.fits).any())
 
     def _simulate(self, order: np.ndarray, top: int, most: int = 0) -> None:
-        """Simulate the first plans in this order, ``most`` or three times ``top`` of them, until
+        """Simulate the first plans in this order, ``most`` or three times ``top`` and `NEAR`, until
         ``top`` fit or no faster one is to be expected. Plans that take seconds to compile come
         last, and only if no other fits.
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
-        first = order[: most or 3 * top].tolist()
+        first = order[: most or max(3 * top, NEAR)].tolist()
         slow = {at for at in first if self._is_slow(self.plans[at])}
         for at in sorted(first, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
