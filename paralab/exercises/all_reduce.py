@@ -110,7 +110,7 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
 def _look_at_memory(notes: Notes, outcome: Outcome, chunk: int) -> None:
     words = f"{EXTRA}, required: at most one chunk, {chunk:,}"
     if len(outcome.results) > 2 and max(outcome["extra"]) <= 2 * chunk:
-        words += "; a loop that makes its buffer anew holds the old one meanwhile: make it before"
+        words += "; one buffer is enough, made before the loop: to make it anew needs room for two"
     notes.memory(MEMORY, outcome["extra"], chunk, words)
 
 
@@ -167,8 +167,9 @@ def summed(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dic
     """What every rank runs: the answer gets this rank's term of the sum, and sums in place."""
     tensor = torch.from_numpy(term(seed, watch.group.index, length))
     with watch.section() as section:
-        answer[0](tensor, *more)
-    return {"tensor": tensor, "extra": section.peak}
+        returned = answer[0](tensor, *more)
+    unread = isinstance(returned, torch.Tensor) and returned is not tensor
+    return {"tensor": tensor, "extra": section.peak, "unread": unread}
 
 
 def term(seed: int, rank: int, length: int) -> np.ndarray:
@@ -184,7 +185,7 @@ def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
 
     known = [("it is the mean, required: the sum", total / n)]
     known.append(("a chunk is read before the wait() of its receive", np.full(length, np.nan)))
-    return first_wrong(
+    wrong = first_wrong(
         "",
         outcome["tensor"],
         [total] * n,
@@ -193,6 +194,8 @@ def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
         others=lambda _: shifted(named, parts),
         known=lambda _: known,
     )
+    unread = "; the tensor that it returns is not read: the sum has to be in its argument"
+    return wrong + unread * bool(wrong and any(outcome["unread"]))
 
 
 # ---- two levels of links -------------------------------------------------------------------------

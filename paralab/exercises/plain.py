@@ -250,6 +250,14 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
                 f"{op} of a tensor of shape {tuple(tensor.shape)}: it is not contiguous in memory, "
                 "as after a transpose; legal: tensor = tensor.contiguous() before the call"
             )
+    output, given = [*arguments.values()][:2]
+    if op in ("all_gather", "reduce_scatter") and isinstance(output, Tensor):
+        large, small = (output, given) if op == "all_gather" else (given, output)
+        if large.numel() != (n := group.size()) * small.numel():
+            longer = "output" if large is output else "input"
+            said = f"{op} of {given.numel():,} elements into {output.numel():,}: on {n} ranks the "
+            said += f"{longer} has to be {n} times as long, and the output is the first argument"
+            raise ValueError(said)
     if arguments.get("tag"):
         raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
     peer = next((arguments[name] for name in PEER if name in arguments), None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from paralab.checks import count_of, shortened
+from paralab.checks import ADDRESS, count_of, shortened
 from paralab.ranks.hangs import show_places
 
 if TYPE_CHECKING:
@@ -116,6 +116,10 @@ def first(wrongs: Iterable[str]) -> str:
     return next((wrong for wrong in wrongs if wrong), "")
 
 
+def _shown(text: str) -> str:
+    return shortened(ADDRESS.sub("", show_places(text)), LONGEST)
+
+
 class Notes:
     """The findings of a checker about one answer, from which `verdict` makes a row per limit.
 
@@ -138,11 +142,11 @@ class Notes:
         said   the sentence for a failure, by default made of the row
         """
         if not self.broke((limit,)):
-            text = shortened(show_places(yours), LONGEST)
+            text = _shown(yours)
             self._rows[limit] = self._rows[limit]._replace(yours=text, ok=bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
-            self.said = shortened(show_places(said), LONGEST)
+            self.said = _shown(said)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
         """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is
