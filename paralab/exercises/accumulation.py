@@ -137,6 +137,9 @@ def _look(notes: Notes, step: Step) -> None:
         known=mistakes,
         ranks=lambda _: "after the step",
     )
+    moved = math.hypot(*(np.linalg.norm(step.after[n] - w) for n, w in step.before.items()))
+    if wrong and step.norm()[0] < step.clip and math.isclose(moved, LR * step.clip, rel_tol=1e-3):
+        wrong += "; the gradient is scaled to clip_norm, although its norm is smaller"
     wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 

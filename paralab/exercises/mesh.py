@@ -90,6 +90,7 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     with (
         mock.patch.dict(ranks_of),
         mock.patch.object(core, "_new_group_with_tag", new_group),
+        mock.patch("torch.distributed.barrier"),  # there is no other rank to wait for
         mock.patch.object(dist.DeviceMesh, "__init__", side_effect=RuntimeError(NO_MESH)),
     ):
         world, dist.group.WORLD = dist.group.WORLD, group(range(count))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import io
+import re
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, reference, torch, watched
+from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -40,6 +42,10 @@ REQUIRED = {
     "memory between steps": "tensors: at most 20 kB",
 }
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
+CAUSES = {  # {pattern of a failure: a frequent cause}
+    "SIGSEGV|SIGBUS": '; a change in place of a np.memmap of mode "r" ends so: required: "r+"',
+    "ZeroDivisionError.*self.steps": "; self.steps is 0: step has to add 1 to it before",
+}
 Named = dict[str, Any]  # {name: value}
 
 
@@ -63,6 +69,8 @@ def streamed_optimizer(tries: Tries) -> None:
         notes.look(PEAK, wrong if result["held"] > most else "", "no more than that")
         words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
         notes.memory(KEPT, [result["kept"]], SCALARS, words)
+    for notes in (one.notes for one in tries.all):
+        notes.said += first(why for sign, why in CAUSES.items() if re.search(sign, notes.said))
 
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

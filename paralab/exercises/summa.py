@@ -31,6 +31,7 @@ OVERWRITTEN = (
     "; forward overwrites its x or w, which later steps need: in step l only member l of a group "
     "may broadcast its own block, and the others receive into an empty one"
 )
+EMPTY = "an empty block is in it, as if its sender compared l with its place in the other group"
 
 REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
@@ -74,6 +75,7 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     Returns, for each of SHAPES, the blocks "y", "dx" and "dw", and "peak", the most bytes of
     forward in addition to its arguments; and "kept", whether forward leaves these unchanged.
     """
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new empty tensors with NaN
     q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
@@ -131,9 +133,10 @@ def wrong_block(
 
     def mistakes(rank: int) -> list:
         i, j = places[rank]
+        empty = (EMPTY, np.full_like(right[rank], np.nan))
         if name == "y":
             swapped = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [("X went along the columns and W along the rows", swapped)]
+            return [("X went along the columns and W along the rows", swapped), empty]
         lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
         swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
         addends = [dy[i, j] @ w[a, j].T for a in range(q)]
@@ -148,7 +151,7 @@ def wrong_block(
         said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
         # Without its step alone: a reduce leaves its own terms otherwise, an all-reduce the sums.
-        return [(crossed, swapped), *other, (said, sum(addends)), (said, sum(line_sums))]
+        return [empty, (crossed, swapped), *other, (said, sum(addends)), (said, sum(line_sums))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",

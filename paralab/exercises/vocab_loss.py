@@ -60,7 +60,8 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     watch.label, lent = FORWARD, watched.Lent(logits=own_logits, targets=targets)
     with watch.section() as section:
         loss = answer[0](own_logits, targets)
-        value = watched.array(loss).reshape(-1)
+        if (value := watched.array(loss).reshape(-1)).size != 1:
+            raise ValueError(f"the loss has {value.size} elements, required: one, their mean")
         watch.label = BACKWARD
         (loss * 3).backward()
     if own_logits.grad is None:

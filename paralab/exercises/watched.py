@@ -49,6 +49,8 @@ class Watch(PeakMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):  # it has no storage to be counted
+            raise RuntimeError("a DTensor is used, as fully_shard does it: write what it does")
         # To make a view of a freed tensor, or a new tensor of its size, is no error.
         lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
         if lost is not None:

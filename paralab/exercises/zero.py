@@ -28,6 +28,7 @@ COPIES, PARTS = 3, 3
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
 OWN = "each part is updated with the gradient of its own rank alone, not with the sum"
 AGAIN = "the gradient is divided by N, and it is already divided by N when step gets it"
+IN_FRONT = "padding is put in front of the parameters, and they are read as if it were behind"
 REQUIRED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
@@ -113,6 +114,7 @@ def _wrong_step(outcome: Outcome, n: int) -> str:
         mistakes = [
             (OWN, before - lr * of_owners[:PSI]),
             (AGAIN, before + (after - before) / n),
+            (IN_FRONT, np.pad(after, (-PSI % n, 0))[:PSI]),
         ]
         wrong = first_wrong(
             f"step {step + 1}",
