@@ -19,7 +19,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (bad.through_rank_0, {"calls", "extra memory", "simulated time"},
      "which is not its neighbour on the ring"),
     (bad.whole_tensor, {"extra memory"},
-     "takes 80,008 bytes in addition to the tensor, required: at most one chunk, 20,004"),
+     "takes 80,008 bytes in addition to the tensor, required: at most 20,004, one chunk"),
     (HALF, {"result", "bytes per rank"}, "in 5,001 of 10,001 elements it is as it was before"),
     (ring(("mine += partial", "mine.copy_(partial)")), {"result"},
      ("N=2: rank 0, element 0: ", "; each element is one term alone, to which no other was added")),
@@ -43,8 +43,8 @@ RINGS = [  # answer, limits it breaks, words of the verdict
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
     (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
           ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
-     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most one chunk, "
-      "13,336; one buffer is enough, made before the loop: to make it anew needs room for two")),
+     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most 13,336, "
+      "one chunk; one buffer is enough, made before the loop: to make it anew needs room for two")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring(("mine += partial", "mine += 2 * partial")), {"result"},

@@ -147,9 +147,8 @@ def _look(notes: Notes, step: Step) -> None:
     once_each = sorted(step.passes) == sorted(step.sizes)
     notes.look(PASSES, "" if once_each else passes, f"{len(step.sizes)} of {len(step.sizes)}")
     most = int(ROOM * step.largest)
-    words = f"has {{held}} bytes at its peak, required: at most {most:,}; one micro-batch with all "
-    words += f"gradients has {step.largest:,}"
-    notes.memory(MEMORY, [step.peak], most, words, lambda _: "the step")
+    why = f"; one micro-batch with all gradients has {step.largest:,}"
+    notes.memory(MEMORY, [step.peak], most, "has {} bytes at its peak", why, lambda _: "the step")
 
 
 # ---- right numbers, and numbers of known mistakes ------------------------------------------------

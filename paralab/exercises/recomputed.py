@@ -63,9 +63,8 @@ def checkpoint(tries: Tries) -> None:
         )
         notes.look(FORWARDS, wrong, f"{required} in the step")
         limit = int(SPARE * torchs)
-        words = f"has {{held}} bytes at its peak, required: at most {limit:,}; without checkpoints "
-        words += f"it has {bare:,}"
-        notes.memory(MEMORY, [yours["peak"]], limit, words, lambda _: "the step")
+        how = "has {} bytes at its peak", f"; without checkpoints it has {bare:,}"
+        notes.memory(MEMORY, [yours["peak"]], limit, *how, lambda _: "the step")
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, list, int, int]:
@@ -100,19 +99,16 @@ def torchs_own(block: Any, x: Any) -> Any:
 
 
 def _step(
-    apply: Callable[[Any, Any], Any],
-    seed: int,
-    measured: Any,
-    dropout: float = DROPOUT,
-    layers: int = MODEL.layers,
-    microbatches: int = MICROBATCHES,
+    apply: Callable[[Any, Any], Any], seed: int, measured: Any, dropout: float = DROPOUT, **one: int
 ) -> dict[str, Any]:
-    """A step in which ``apply`` calls every block. measured: a context, whose ``peak`` is read."""
+    """A step in which ``apply`` calls every block. measured: a context, whose ``peak`` is read.
+    one: `ALONE`, for a step with a single call.
+    """
     from torch import nn
     from torch.utils import checkpoint as torchs
 
     torch.manual_seed(seed)
-    gpt, calls = reference.GPT(MODEL.replace(layers=layers)), []
+    gpt, calls = reference.GPT(MODEL.replace(layers=one.get("layers", MODEL.layers))), []
 
     def ran(block: nn.Module, _: Any) -> None:
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
@@ -140,7 +136,7 @@ def _step(
 
     blocks = list(gpt.blocks)
     gpt.blocks = nn.ModuleList(map(Through, blocks))
-    data = reference.batches(MODEL, step=0, microbatches=microbatches)
+    data = reference.batches(MODEL, step=0, microbatches=one.get("microbatches", MICROBATCHES))
     with measured as section:
         losses = [gpt(*one) for one in data]  # both are in flight when backward begins
         while losses:  # in the order of the forwards, as in 1F1B

@@ -23,7 +23,6 @@ from typing import Any
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, reference, torch, watched
-from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -64,13 +63,13 @@ def streamed_optimizer(tries: Tries) -> None:
         wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are counted too, a few bytes
-        wrong = f"tensors or arrays have {result['held']:,} bytes at once, required: at most "
-        wrong += f"{most:,}"
-        notes.look(PEAK, wrong if result["held"] > most else "", "no more than that")
-        words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
-        notes.memory(KEPT, [result["kept"]], SCALARS, words)
+        held, said = result["held"], "no more than that"
+        wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
+        notes.look(PEAK, wrong if held > most else "", said)
+        why = f"; all states have {states:,}"
+        notes.memory(KEPT, [result["kept"]], SCALARS, "keeps {} bytes in memory between steps", why)
     for notes in (one.notes for one in tries.all):
-        notes.said += first(why for sign, why in CAUSES.items() if re.search(sign, notes.said))
+        notes.said += "".join(why for sign, why in CAUSES.items() if re.search(sign, notes.said))
 
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

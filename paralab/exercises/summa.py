@@ -63,10 +63,10 @@ def summa(tries: Tries) -> None:
             if q > RECEIVED + 1:
                 for number, (m, k, n) in enumerate(SHAPES):
                     most = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-                    words = "holds {held} bytes in addition to its own blocks, required: at most "
-                    words += f"{most:,}; a whole row or column has {4 * q * k * max(m, n):,} bytes"
+                    words = "holds {} bytes in addition to its own blocks"
+                    why = f"; a whole row or column has {4 * q * k * max(m, n):,} bytes"
                     peaks = [peak[number] for peak in outcome["peak"]]
-                    notes.memory(MEMORY, peaks, most, words, grid_name(q))
+                    notes.memory(MEMORY, peaks, most, words, why, grid_name(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

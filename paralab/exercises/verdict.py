@@ -116,10 +116,6 @@ def first(wrongs: Iterable[str]) -> str:
     return next((wrong for wrong in wrongs if wrong), "")
 
 
-def _shown(text: str) -> str:
-    return shortened(ADDRESS.sub("", show_places(text)), LONGEST)
-
-
 class Notes:
     """The findings of a checker about one answer, from which `verdict` makes a row per limit.
 
@@ -142,11 +138,11 @@ class Notes:
         said   the sentence for a failure, by default made of the row
         """
         if not self.broke((limit,)):
-            text = _shown(yours)
+            text = shortened(ADDRESS.sub("", show_places(yours)), LONGEST)
             self._rows[limit] = self._rows[limit]._replace(yours=text, ok=bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
-            self.said = _shown(said)
+            self.said = shortened(ADDRESS.sub("", show_places(said)), LONGEST)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
         """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is
@@ -218,14 +214,15 @@ class Notes:
         held: Sequence[int],
         most: int,
         words: str,
+        why: str = "",
         ranks: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words: for a
-        failure, "keeps {held} bytes, an N-th is 7"; ranks: rank -> its name.
+        """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words, why:
+        for a failure, "keeps {} bytes" and "; an N-th is 7"; ranks: rank -> its name.
         """
         largest = f"{max(held):,}"
-        said = f"{ranks(held.index(max(held)))} {words.format(held=largest)}"
-        self.look(limit, said if max(held) > most else "", f"{largest} bytes")
+        said = f"{ranks(held.index(max(held)))} {words.format(largest)}, required: at most {most:,}"
+        self.look(limit, said + why if max(held) > most else "", f"{largest} bytes")
 
     def verdict(self) -> Verdict:
         rows = tuple(self._rows.values())

@@ -45,9 +45,9 @@ def vocab_parallel_loss(tries: Tries) -> None:
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
             memory = COPIES * own_logits + SCALARS
-            words = f"holds {{held}} bytes in addition to its logits, required: at most {memory:,}"
-            words += f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
-            notes.memory(MEMORY, outcome["peak"], memory, words)
+            words = "holds {} bytes in addition to its logits"
+            why = f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
+            notes.memory(MEMORY, outcome["peak"], memory, words, why)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

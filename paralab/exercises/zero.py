@@ -48,14 +48,11 @@ def zero_step(tries: Tries) -> None:
             for step in range(STEPS):
                 notes.bytes(BYTES, outcome.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
 
-            words = f"keeps {{held}} bytes between steps, required: at most {part + SCALARS:,}; an "
-            words += f"N-th of v has {part:,}"
-            notes.memory(KEPT, outcome["kept"], part + SCALARS, words)
-
-            most = COPIES * copy + PARTS * part
-            words = "has {held} bytes in a step in addition to what it keeps, required: at most "
-            words += f"{most:,}; a copy of Ψ has {copy:,}"
-            notes.memory(PEAK, outcome["passing"], most, words)
+            how = part + SCALARS, "keeps {} bytes between steps", f"; an N-th of v has {part:,}"
+            notes.memory(KEPT, outcome["kept"], *how)
+            words = "has {} bytes in a step in addition to what it keeps"
+            how = COPIES * copy + PARTS * part, words, f"; a copy of Ψ has {copy:,}"
+            notes.memory(PEAK, outcome["passing"], *how)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
