@@ -54,7 +54,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "essGroup object>, line 39 of cell "),
     (changed(("block if dist.get_rank(group)", "block.clone() if dist.get_rank("
               "self.column if group is self.row else self.row)")), {"Y", "gradients"},
-     ("block of Y, element (0, 0): nan, required: ", "; an empty block is in it, as if its ")),
+     ("block of Y, element (0, 0): nan, required: ", "; an empty block is in it, as when ")),
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
      {"elements forward"}, "35,328 elements, required: 17,664 (yours is 2 times that)"),
     (changed(("else torch.empty_like(block)", "else block")),

@@ -34,6 +34,7 @@ LR, EPSILON = 0.5, 1e-6
 MEANS = "that is the mean of the micro-batches' means, but they differ in size"
 TWICE = "that is divided by the number of micro-batches twice"
 MISSING = "micro-batch {} is missing, counted from 0"
+EACH_TIME = "the sum so far is clipped after each micro-batch, not once at the end"
 NOT_ADDED = "the gradients of the micro-batches are not added up"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
@@ -234,10 +235,7 @@ class Step(NamedTuple):
             TWICE: (mean / len(self.sizes), clip),
             "the gradient is not clipped": (mean, inf),
             "each tensor is clipped by its own norm": (by_tensor, inf),
-            "the sum so far is clipped after each micro-batch, not once at the end": (
-                running,
-                clip,
-            ),
+            EACH_TIME: (running, clip),
             "the gradient of the step before is still in it": (accumulated, clip),
             **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
         }

@@ -16,7 +16,6 @@ BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEAD
 LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on
 WIDTH = HIDDEN // HEADS
 Arrays = dict[str, Any]  # {name: NumPy array}
-# What `attention` may change: see there.
 RIGHT = dict(scale=WIDTH, sees=1, order="qkv", reshaped="", hide=-math.inf, axis=-1)
 
 

@@ -27,11 +27,10 @@ SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
 SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
-OVERWRITTEN = (
-    "; forward overwrites its x or w, which later steps need: in step l only member l of a group "
-    "may broadcast its own block, and the others receive into an empty one"
-)
-EMPTY = "an empty block is in it, as if its sender compared l with its place in the other group"
+OVERWRITTEN = "; forward overwrites its x or w, which later steps need: in step l only member l of "
+OVERWRITTEN += "a group may broadcast its own block, and the others receive into an empty one"
+EMPTY = "an empty block is in it, as when it is read before its wait(), or when its sender "
+EMPTY += "compares l with its place in the other group"
 
 REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",

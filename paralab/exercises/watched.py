@@ -55,10 +55,9 @@ class Watch(PeakMemory):
         lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
         if lost is not None:
             when = "in backward, " * (torch._C._current_graph_task_id() != -1)
-            raise RuntimeError(
-                f"{when}{_operation(func).strip('_')} computes with a tensor of "
-                f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
-            )
+            said = f"{when}{_operation(func).strip('_')} computes with a tensor of "
+            said += f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
+            raise RuntimeError(said)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def resized(self, life: Life) -> None:
