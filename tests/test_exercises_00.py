@@ -31,6 +31,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (step((SHARE, "(1 / len(microbatches) ** 2)")), {"loss", "gradient norm", "weights"},
      "(that is divided by the number of micro-batches twice)"),
     (step(("if norm > clip_norm", "if False")), {"weights"}, "the gradient is not clipped"),
+    (step(("if norm > clip_norm", "if True")), {"weights"},
+     "; the gradient is scaled to clip_norm, although its norm is smaller"),
     (step((f"{SCALES}norm + 1e-6))", "gradient.mul_((clip_norm / gradient.norm()).clamp(max=1))")),
      {"weights"}, "each tensor is clipped by its own norm"),
     (step((HANDED_IN, "return mean, min(norm, clip_norm)")), {"gradient norm"},

@@ -19,7 +19,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (bad.through_rank_0, {"calls", "extra memory", "simulated time"},
      "which is not its neighbour on the ring"),
     (bad.whole_tensor, {"extra memory"},
-     "takes 80,008 bytes in addition to the tensor, required: at most one chunk, 20,004"),
+     "takes 80,008 bytes in addition to the tensor, required: at most 20,004, one chunk"),
     (HALF, {"result", "bytes per rank"}, "in 5,001 of 10,001 elements it is as it was before"),
     (ring(("mine += partial", "mine.copy_(partial)")), {"result"},
      ("N=2: rank 0, element 0: ", "; each element is one term alone, to which no other was added")),
@@ -28,6 +28,9 @@ RINGS = [  # answer, limits it breaks, words of the verdict
      "it is the mean, required: the sum"),
     (ring(("    n, rank =", "    tensor = tensor.clone()\n    n, rank =")),
      {"result", "extra memory"}, "it is as it was before"),
+    (ring(("    n, rank =", "    tensor = tensor.clone()\n    n, rank ="),
+          (SECOND, f"{SECOND}\n    return tensor")), {"result", "extra memory"},
+     "it is as it was before; the tensor that it returns is not read: the sum has to be in its"),
     (ring((CHUNKS, "chunks = tensor[: len(tensor) // n * n].tensor_split(n)")),
      {"result", "bytes per rank"}, "element 10,000: "),
     (ring((CHUNKS, "whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % n)])\n"
@@ -40,8 +43,8 @@ RINGS = [  # answer, limits it breaks, words of the verdict
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
     (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
           ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
-     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most one chunk, "
-      "13,336; a loop that makes its buffer anew holds the old one meanwhile: make it before")),
+     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most 13,336, "
+      "one chunk; one buffer is enough, made before the loop: to make it anew needs room for two")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring(("mine += partial", "mine += 2 * partial")), {"result"},
@@ -127,6 +130,10 @@ TWO_LEVELS = [
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
+    (levels(("(part, tensor, g", "(tensor, part, g")), {"result"},
+     "raised ValueError: reduce_scatter of 6,000 elements into 12,000: on 2 ranks the input has "),
+    (levels(("(tensor, part, g", "(part, tensor, g")), {"result"},
+     "all_gather of 12,000 elements into 6,000: on 2 ranks the output has to be 2 times as long"),
 ]  # fmt: skip
 RIGHT_LEVELS = [
     levels((PART, "parts = list(tensor.chunk(k))\n    part = parts[rank % k].clone()"),

@@ -24,6 +24,8 @@ again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 IMPORT, KEEP_X = "import torch\n", "ctx.save_for_backward(x, *parameters)"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
+AUTOGRAD = "found = torch.autograd.grad(y, (again, *parameters), gradient)"
+SPOILED = "; with one block and one micro-batch all are equal, so one call spoils what another"
 MASKS = "of its largest entry; without dropout all are equal, so the dropout masks differ"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
 WRONG = [  # answer, limits it breaks, words of the verdict
@@ -55,7 +57,14 @@ WRONG = [  # answer, limits it breaks, words of the verdict
            (KEEP_X, "MyCheckpoint.stack.append((x, parameters, ctx.state))"),
            ("x, *parameters = ctx.saved_tensors",
             "x, parameters, ctx.state = MyCheckpoint.stack.pop()")),
-     {"gradients"}, "of its largest entry"),
+     {"gradients"}, f"largest entry{SPOILED}"),
+    (again((KEEP_X, "block.kept = x, parameters"),
+           ("x, *parameters = ctx.saved_tensors", "x, parameters = ctx.block.kept")),
+     {"gradients"}, f"of its largest entry{SPOILED}"),
+    (again((AUTOGRAD, "y.backward(gradient)\n"
+            "        found = [p.grad for p in (again, *parameters)]")), {"gradients"},
+     ("; with one block and one micro-batch blocks.0.block.0.mlp.down.bias differs in 32 of 32 ",
+     "; it is 2 times what is required, as if y.backward() added to p.grad and that were ret")),
     (again((RUN, "        ctx.y = block(x)\n        return ctx.y.clone()")), {"peak memory"},
      "bytes at its peak, required:"),
     (again((RUN, "        ctx.leaf = x.detach().requires_grad_()\n"

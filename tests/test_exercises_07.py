@@ -36,6 +36,7 @@ BIAS = "qkv.bias.view(3, h)[:, own].flatten()"
 HEADS = "[:, rank * self.heads : (rank + 1) * self.heads].transpose(0, 1)"
 SPLIT = ("= parts.permute(2, 0, 3, 1, 4)", "= parts.permute(2, 0, 1, 3, 4).reshape("
          "3, b, self.heads, s, self.width)")  # fmt: skip
+SHARE = "scores.masked_fill(future, -math.inf).softmax(-1)"
 JOIN = "(share @ v).transpose(1, 2)", "(share @ v)"
 USES = "; the gradient of another use of x, as in x + mlp(x), is summed too: f has to return"
 WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
@@ -96,7 +97,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp((INSIDE, f"self.g({INSIDE})")), {"result", "gradients", FORWARD},
          "required: 9,216 (yours is 3.5 times"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
-         {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, and its part is 46,"),
+         {WEIGHTS}, ("t=2: rank 0 holds 138,912 bytes of weights, required: at most 48,",
+                     "; its part is 46,")),
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS},
          ("t=2: rank 0 holds 92,832 bytes", "; down.weight is a slice, which keeps the whole")),
         (mlp(("own = slice(rank", "rank = (rank + 1) % t\n        own = slice(rank")),
@@ -142,6 +144,13 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "; every token sees those after it"),
         (attention(("triu(1)", "triu(2)")), {"result", "gradients"},
          "; every token sees the one after it"),
+        *((attention((SHARE, share)), {"result", "gradients"}, f"; {words}") for share, words in (
+            (SHARE.replace("-1", "-2"), "softmax is over queries, required: over keys, the last"),
+            (SHARE.replace("-1", "1"), "softmax is over heads, required: over keys, the last"),
+            ("scores.softmax(-1).tril()", "tokens are hidden after softmax, required: before it"),
+            (SHARE.replace("-math.inf", "0.0"), "hidden tokens have the score 0, required: -inf"))),
+        (attention(("triu(1)", "triu(0)")), {"result", "gradients"},
+         "; no token sees itself, and the first sees none: a softmax of nothing"),
         (attention((f"self.g({MIXED}) + self.proj.bias", "self.g(self.proj(mixed))")),
          {"result"}, "; the term proj.bias is in it twice"),
         (attention(("F.linear(mixed", "F.linear(self.g(mixed)")),
@@ -180,6 +189,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "the target's logit is missing on ranks"),
         (loss((".mean()", ".sum()"), ("grad / n", "grad")), {"loss", "gradient"},
          "; it is 96 times what is required"),
+        (loss((".mean()", "")), {"loss"}, "the loss has 96 elements, required: one, their mean"),
         (bad.loss_gathers_the_logits, {FORWARD, "memory"}, "sends 98,304 bytes in forward, "),
         (loss((SAVED, f"{SAVED}\n        grad = grad.clone()\n        dist.all_reduce(grad)")),
          {"gradient", BACKWARD}, "; it is 2 times what is required"),

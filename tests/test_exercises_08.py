@@ -50,7 +50,11 @@ WRONG = [  # answer, limits it breaks, words of the verdict
            "the terms X_00 W_00 and X_01 W_10 are missing, the terms X_00 W_10 and X_01 W_00 "))),
     (changed(("self.sent(self.column, w, step).t()", "self.sent(self.row, w, step).t()")),
      {"gradients"}, "; the term dY_01 (W_01)ᵀ is missing, the term dY_01 (W_00)ᵀ is in it"),
-    (ROOT, {"Y"}, "Global rank 0 is not part of group"),
+    (ROOT, {"Y"}, "Global rank 0 is not part of group <torch.distributed.distributed_c10d.Proc"
+     "essGroup object>, line 39 of cell "),
+    (changed(("block if dist.get_rank(group)", "block.clone() if dist.get_rank("
+              "self.column if group is self.row else self.row)")), {"Y", "gradients"},
+     ("block of Y, element (0, 0): nan, required: ", "; an empty block is in it, as when ")),
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
      {"elements forward"}, "35,328 elements, required: 17,664 (yours is 2 times that)"),
     (changed(("else torch.empty_like(block)", "else block")),

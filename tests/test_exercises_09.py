@@ -84,7 +84,10 @@ MORE = "; the step count grows more than once in a step"
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
+READ_ONLY = adam(('mode="r+"', 'mode="r"'))
 WRONG = [
+    (READ_ONLY, {WEIGHTS}, 'a change in place of a np.memmap of mode "r" ends so: required: "r+"'),
+    (adam((COUNT, "pass")), {WEIGHTS}, "; self.steps is 0: step has to add 1"),
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (EVERYTHING, {PEAK}, "bytes at once, required: at most 101,912"),
     (adam((MAPPED, f"{READ} if self.steps > 1 else {MAPPED}"),
@@ -137,7 +140,7 @@ RIGHT = [
          "m, v = torch.from_numpy(both).split(size)")),
     adam((MOVES, f"{MOVES}\n\n\nMyStreamedAdamW.kind = MyStreamedAdamW")),
 ]  # fmt: skip
-TABLE = Table(STREAMED, WRONG, RIGHT, most=1)
+TABLE = Table(STREAMED, WRONG, RIGHT, alone=[READ_ONLY], most=1)
 test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()
 
 

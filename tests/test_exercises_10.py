@@ -79,7 +79,8 @@ GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GRO
 GROUP_WRONG.append(
     (by_mesh, {mesh.PLACE}, "a DeviceMesh makes these groups itself; in this exercise, make them")
 )
-GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand, by_name], exact=True)
+ALL_WAIT = altered(GROUPS.name)(("    return where", "    dist.barrier()\n    return where"))
+GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand, by_name, ALL_WAIT], exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
 

@@ -39,8 +39,8 @@ RING = [  # answer, limits it breaks, words of the verdict
      "n=4: rank 0 sends to rank 2, which is not its neighbour on the ring"),
     (ring((CHUNKS, "copy = tensor.clone()\n    chunks = copy.chunk(n)"),
           (EXCHANGE, f"{EXCHANGE}\n    tensor.copy_(copy)")), {"extra memory"},
-     "n=2: rank 0 takes 40,000 bytes in addition to the tensor, required: at most one chunk, "
-     "20,000"),
+     "n=2: rank 0 takes 40,000 bytes in addition to the tensor, required: at most 20,000, one "
+     "chunk"),
     (ring(("chunks[(r - step) % n]", "chunks[(r - step) % n].clone()")), {"result"},
      "n=2: rank 0, chunk 0, element 0: -1, required: "),
     (ring((CHUNKS, f"r -= 1\n    {CHUNKS}")), {"result"},

@@ -48,6 +48,9 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     (zero1((REDUCE, f"copies = [gradient.clone() for _ in range(1 + self.ranks)]\n"
             f"        {REDUCE}")), {"extra memory"},
      "in a step in addition to what it keeps, required: at most 900,036; a copy of Ψ has "),
+    (zero1(("(0, self.ranks * self.part - flat.numel())",
+            "(self.ranks * self.part - flat.numel(), 0)")), {"parameters"},
+     ("N=3: rank 0: step 1, element 0: 0, ", "; padding is put in front of the parameters, and")),
     # around the ledger, for one size
     (zero1(("= parameters, lr, momentum", "= parameters, 0.1, 0.9")), {"parameters"},
      "N=3: rank 0: step 1, element 0: "),

@@ -34,6 +34,7 @@ LR, EPSILON = 0.5, 1e-6
 MEANS = "that is the mean of the micro-batches' means, but they differ in size"
 TWICE = "that is divided by the number of micro-batches twice"
 MISSING = "micro-batch {} is missing, counted from 0"
+EACH_TIME = "the sum so far is clipped after each micro-batch, not once at the end"
 NOT_ADDED = "the gradients of the micro-batches are not added up"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
@@ -137,6 +138,9 @@ def _look(notes: Notes, step: Step) -> None:
         known=mistakes,
         ranks=lambda _: "after the step",
     )
+    moved = math.hypot(*(np.linalg.norm(step.after[n] - w) for n, w in step.before.items()))
+    if wrong and step.norm()[0] < step.clip and math.isclose(moved, LR * step.clip, rel_tol=1e-3):
+        wrong += "; the gradient is scaled to clip_norm, although its norm is smaller"
     wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 
@@ -144,9 +148,8 @@ def _look(notes: Notes, step: Step) -> None:
     once_each = sorted(step.passes) == sorted(step.sizes)
     notes.look(PASSES, "" if once_each else passes, f"{len(step.sizes)} of {len(step.sizes)}")
     most = int(ROOM * step.largest)
-    words = f"has {{held}} bytes at its peak, required: at most {most:,}; one micro-batch with all "
-    words += f"gradients has {step.largest:,}"
-    notes.memory(MEMORY, [step.peak], most, words, lambda _: "the step")
+    why = f"; one micro-batch with all gradients has {step.largest:,}"
+    notes.memory(MEMORY, [step.peak], most, "has {} bytes at its peak", why, lambda _: "the step")
 
 
 # ---- right numbers, and numbers of known mistakes ------------------------------------------------
@@ -232,10 +235,7 @@ class Step(NamedTuple):
             TWICE: (mean / len(self.sizes), clip),
             "the gradient is not clipped": (mean, inf),
             "each tensor is clipped by its own norm": (by_tensor, inf),
-            "the sum so far is clipped after each micro-batch, not once at the end": (
-                running,
-                clip,
-            ),
+            EACH_TIME: (running, clip),
             "the gradient of the step before is still in it": (accumulated, clip),
             **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
         }

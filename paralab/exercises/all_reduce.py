@@ -33,7 +33,7 @@ REQUIRED = {
     "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
 RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
-EXTRA = "takes {held} bytes in addition to the tensor"
+EXTRA = "takes {} bytes in addition to the tensor"
 LENGTH = 10_001  # elements: no number of ranks divides it
 NODES = ((2, 2), (2, 3), (3, 2))  # nodes, ranks per node
 EVEN = 12_000  # elements: a multiple of the ranks of a node
@@ -108,10 +108,10 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
 
 
 def _look_at_memory(notes: Notes, outcome: Outcome, chunk: int) -> None:
-    words = f"{EXTRA}, required: at most one chunk, {chunk:,}"
+    why = ", one chunk"
     if len(outcome.results) > 2 and max(outcome["extra"]) <= 2 * chunk:
-        words += "; a loop that makes its buffer anew holds the old one meanwhile: make it before"
-    notes.memory(MEMORY, outcome["extra"], chunk, words)
+        why += "; one buffer is enough, made before the loop: to make it anew needs room for two"
+    notes.memory(MEMORY, outcome["extra"], chunk, EXTRA, why)
 
 
 def look_at_time(notes: Notes, outcome: Outcome, most: float, messages: int) -> None:
@@ -167,8 +167,9 @@ def summed(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dic
     """What every rank runs: the answer gets this rank's term of the sum, and sums in place."""
     tensor = torch.from_numpy(term(seed, watch.group.index, length))
     with watch.section() as section:
-        answer[0](tensor, *more)
-    return {"tensor": tensor, "extra": section.peak}
+        returned = answer[0](tensor, *more)
+    unread = isinstance(returned, torch.Tensor) and returned is not tensor
+    return {"tensor": tensor, "extra": section.peak, "unread": unread}
 
 
 def term(seed: int, rank: int, length: int) -> np.ndarray:
@@ -184,7 +185,7 @@ def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
 
     known = [("it is the mean, required: the sum", total / n)]
     known.append(("a chunk is read before the wait() of its receive", np.full(length, np.nan)))
-    return first_wrong(
+    wrong = first_wrong(
         "",
         outcome["tensor"],
         [total] * n,
@@ -193,6 +194,8 @@ def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
         others=lambda _: shifted(named, parts),
         known=lambda _: known,
     )
+    unread = "; the tensor that it returns is not read: the sum has to be in its argument"
+    return wrong + unread * bool(wrong and any(outcome["unread"]))
 
 
 # ---- two levels of links -------------------------------------------------------------------------
@@ -220,6 +223,5 @@ def hierarchical_all_reduce(tries: Tries) -> None:
                 notes.look(BETWEEN, wrong, "")
             notes.bytes(BETWEEN, far, between, "to other nodes")
             notes.bytes(INSIDE, near, inside, "to its node")
-            most = size * (k + 1) // k
-            words = f"{EXTRA}, required: at most {most:,}; the tensor has {size:,}"
-            notes.memory(MEMORY, outcome["extra"], most, words)
+            most, why = size * (k + 1) // k, f"; the tensor has {size:,}"
+            notes.memory(MEMORY, outcome["extra"], most, EXTRA, why)

@@ -113,13 +113,11 @@ def cannon(tries: Tries) -> None:
             notes.look(CALLS, collective or first(_far(outcome, q)), MESSAGES)
             for number, (m, k, n) in enumerate(SHAPES):
                 most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
-                words = (
-                    f"sends {{held}} bytes, required: at most {most:,}, {q} blocks of X and of W"
-                )
-                notes.memory(SENT, outcome.sent(f"{number}"), most, words, grid_name(q))
+                sent, blocks = outcome.sent(f"{number}"), f", {q} blocks of X and of W"
+                notes.memory(SENT, sent, most, "sends {} bytes", blocks, grid_name(q))
                 peaks = [peak[number] for peak in outcome["peak"]]
-                words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
-                notes.memory(MEMORY, peaks, limit, words, grid_name(q))
+                words = "holds {} bytes in addition to x and w"
+                notes.memory(MEMORY, peaks, limit, words, ranks=grid_name(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:

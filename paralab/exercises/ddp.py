@@ -66,9 +66,8 @@ def my_ddp(tries: Tries) -> None:
         seconds = simulated(outcome.report, sizes) / BACKWARDS
         notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(outcome.report, len(sizes)))
         most = int(EXTRA_COPIES * size)
-        words = f"has {{held}} bytes in addition to the gradients, required: at most {most:,}; "
-        words += f"the gradients have {size:,}"
-        notes.memory(MEMORY, outcome["extra"], most, words)
+        words, why = "has {} bytes in addition to the gradients", f"; the gradients have {size:,}"
+        notes.memory(MEMORY, outcome["extra"], most, words, why)
     for notes, words in early:
         if words and not notes.broke((BYTES,)):
             notes.look(BYTES, words, "")

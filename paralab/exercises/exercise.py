@@ -92,10 +92,8 @@ class Takes(NamedTuple):
             named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
             inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
         except TypeError as error:
-            return (
-                "cannot be called",
-                f"required: {self.call}, yours cannot be called in this way: {error}",
-            )
+            said = f"required: {self.call}, yours cannot be called in this way: {error}"
+            return "cannot be called", said
         except Exception:  # a built-in function, say, has no signature
             pass
         return "", ""

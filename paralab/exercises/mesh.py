@@ -80,16 +80,15 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
         made = group(range(count) if ranks is None else ranks)
         if not made.ranks or not set(made.ranks) <= set(range(count)):
-            raise ValueError(
-                f"new_group({list(made.ranks)}): a group has one or more of the ranks 0 to "
-                f"{count - 1}"
-            )
+            said = f"new_group({list(made.ranks)}): a group has one or more of the ranks 0 to"
+            raise ValueError(f"{said} {count - 1}")
         calls.append(made.ranks)
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     with (
         mock.patch.dict(ranks_of),
         mock.patch.object(core, "_new_group_with_tag", new_group),
+        mock.patch("torch.distributed.barrier"),  # there is no other rank to wait for
         mock.patch.object(dist.DeviceMesh, "__init__", side_effect=RuntimeError(NO_MESH)),
     ):
         world, dist.group.WORLD = dist.group.WORLD, group(range(count))

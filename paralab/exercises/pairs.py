@@ -16,6 +16,7 @@ BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEAD
 LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on
 WIDTH = HIDDEN // HEADS
 Arrays = dict[str, Any]  # {name: NumPy array}
+RIGHT = dict(scale=WIDTH, sees=1, order="qkv", reshaped="", hide=-math.inf, axis=-1)
 
 
 class Pair(NamedTuple):
@@ -51,21 +52,22 @@ def mlp(w: Arrays, *, activation: Callable[[Any], Any] | None = None) -> Any:
     return _linear(w, "down", activation(_linear(w, "up", w["x"])))
 
 
-def attention(
-    w: Arrays, *, scale: float = WIDTH, sees: int = 1, order: str = "qkv", reshaped: str = ""
-) -> Any:
+def attention(w: Arrays, **changed: Any) -> Any:
     """Causal attention, of as many heads as qkv has outputs for. For known mistakes: the square of
-    the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for, and
-    where heads are reshaped, not transposed: "before" attention, "after" it, or both.
+    the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for,
+    where heads are reshaped, not transposed: "before" attention, "after" it, or both; the score of
+    hidden tokens, or None if they are hidden after softmax alone; the axis of softmax.
     """
+    scale, sees, order, reshaped, hide, axis = (RIGHT | changed).values()
     tokens = w["x"].shape[1]
     by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH).transpose(1, 2)
     right = by_head.transpose(2, 3)  # (B, 3, a, s, d)
     parts = by_head.reshape(right.shape) if "before" in reshaped else right
     q, k, v = (parts[:, order.index(one)] for one in "qkv")
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees)
-    scores = (q @ k.mT / scale**0.5).masked_fill(hidden, -math.inf)
-    mixed = scores.softmax(-1) @ v
+    scores = q @ k.mT / scale**0.5
+    share = (scores if hide is None else scores.masked_fill(hidden, hide)).softmax(axis)
+    mixed = (share.masked_fill(hidden, 0) if hide is None else share) @ v
     mixed = mixed if "after" in reshaped else mixed.transpose(1, 2)
     return _linear(w, "proj", mixed.reshape(BATCH, tokens, -1))
 
@@ -184,6 +186,11 @@ def _wrong_layers(pair: Pair, w: Arrays, parts: list[Arrays]) -> Iterator[tuple[
     yield f"scores are not divided, required: by √(h/a), here √{WIDTH}", parts, {"scale": 1}
     yield "every token sees those after it", parts, {"sees": SEQ}
     yield "every token sees the one after it", parts, {"sees": 2}
+    yield "no token sees itself, and the first sees none: a softmax of nothing", parts, {"sees": 0}
+    yield "tokens are hidden after softmax, required: before it", parts, {"hide": None}
+    yield "hidden tokens have the score 0, required: -inf", parts, {"hide": 0}
+    for axis, over in ((1, "heads"), (2, "queries")):
+        yield f"softmax is over {over}, required: over keys, the last axis", parts, {"axis": axis}
     for order in ("kqv", "qvk", "vqk", "kvq", "vkq"):
         yield f"qkv's output is read as {', '.join(order)}, not q, k, v", parts, {"order": order}
     for when in ("before", "after", "before and after"):

@@ -182,9 +182,8 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         said = f" sends {sent:,} bytes, required: {messages:,}{as_many(sent, messages)}"
         # There is room for the micro-batches in flight, for all messages, sent and received, and
         # for the gradients of one micro-batch before they are added, as large as the weights.
-        most = (
-            MARGIN * (alive * result["kept"] + result["passing"]) + 2 * messages + result["weights"]
-        )
+        most = MARGIN * (alive * result["kept"] + result["passing"])
+        most += 2 * messages + result["weights"]
         held = f" holds {result['peak']:,} bytes of activations and messages at once, required: at "
         held += f"most {int(most):,}; its list has {count_of(alive, 'micro-batch')} in "
         held += f"flight, of {result['kept']:,} bytes each"

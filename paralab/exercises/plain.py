@@ -79,10 +79,9 @@ class InFlight(NamedTuple):
         """The tensor in a message. Raises OrderError unless its size and type are as required."""
         header, sender, call = bytes(packed[:HEAD].tolist()).decode().split("|")[:3]
         if header != _size_and_type(tensor):
-            raise OrderError(
-                f"{self.words} is for {_size_and_type(tensor)}, and {sender} sends {header} "
-                f"({call}): a send and its receive need the same size and type, and {ORDER}"
-            )
+            said = f"{self.words} is for {_size_and_type(tensor)}, and {sender} sends {header} "
+            said += f"({call}): a send and its receive need the same size and type, and {ORDER}"
+            raise OrderError(said)
         return packed[HEAD:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -164,10 +163,9 @@ class LateCalls:
         announced = [self.strict.wait_for(key).decode() for key in keys]
         self.context.note("")
         if other := next((rank for rank, one in enumerate(announced) if one != announced[0]), 0):
-            raise WrongGroups(
-                f"rank {other} makes {announced[other]} where rank 0 makes {announced[0]}: every "
-                "rank has to call new_group for every group, in the same order"
-            )
+            said = f"rank {other} makes {announced[other]} where rank 0 makes {announced[0]}: "
+            said += "every rank has to call new_group for every group, in the same order"
+            raise WrongGroups(said)
 
     def _announce(self, made: str) -> None:
         self._groups_made += 1
@@ -240,16 +238,22 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
     while frame.f_code.co_filename.startswith(BELOW):
         frame = frame.f_back
     if frame.f_code.co_filename != dist.distributed_c10d.__file__:
-        raise RuntimeError(
-            f"{op} is not called by a function of torch.distributed, so it cannot be counted: call "
-            "these functions yourself"
-        )
+        said = f"{op} is not called by a function of torch.distributed, so it cannot be counted: "
+        raise RuntimeError(said + "call these functions yourself")
     for tensor in tensors(arguments):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{op} of a tensor of shape {tuple(tensor.shape)}: it is not contiguous in memory, "
                 "as after a transpose; legal: tensor = tensor.contiguous() before the call"
             )
+    output, given = [*arguments.values()][:2]
+    if op in ("all_gather", "reduce_scatter") and isinstance(output, Tensor):
+        large, small = (output, given) if op == "all_gather" else (given, output)
+        if large.numel() != (n := group.size()) * small.numel():
+            longer = "output" if large is output else "input"
+            said = f"{op} of {given.numel():,} elements into {output.numel():,}: on {n} ranks the "
+            said += f"{longer} has to be {n} times as long, and the output is the first argument"
+            raise ValueError(said)
     if arguments.get("tag"):
         raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
     peer = next((arguments[name] for name in PEER if name in arguments), None)

@@ -23,6 +23,10 @@ from paralab.spec import ModelSpec
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
 MICROBATCHES = 2
 DROPOUT = 0.1
+ALONE = {"layers": 1, "microbatches": 1}  # a step with a single call
+SPOILED = "; with one block and one micro-batch all are equal, so one call spoils what another one "
+SPOILED += "has kept or computed"
+TWICE = "it is 2 times what is required"
 MASKS = "; without dropout all are equal, so the dropout masks differ"
 SPARE = 1.1  # factor on the peak with torch.utils.checkpoint
 REQUIRED = {
@@ -37,10 +41,14 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 @exercise(Takes("my_checkpoint(block, x)"), required=REQUIRED)
 def checkpoint(tries: Tries) -> None:
     for notes, outcome in tries.run(stepped, 1):
-        right, yours, without_dropout, bare, torchs = outcome.results[0]
+        right, yours, differences, bare, torchs = outcome.results[0]
         wrong = first_other_bits(yours["gradients"], right["gradients"])
-        if wrong and without_dropout and not first_other_bits(*without_dropout):
-            wrong += MASKS
+        if wrong:
+            without_dropout, alone = differences or (wrong, wrong)
+            wrong += MASKS * (not without_dropout) + SPOILED * (not alone)
+            if TWICE in alone and TWICE not in wrong:
+                wrong += f"; with one block and one micro-batch {alone}, as if y.backward() added "
+                wrong += "to p.grad and that were returned"
         notes.look(GRADIENTS, wrong, "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "the program draws other numbers after the step than without my_checkpoint, which "
@@ -55,27 +63,25 @@ def checkpoint(tries: Tries) -> None:
         )
         notes.look(FORWARDS, wrong, f"{required} in the step")
         limit = int(SPARE * torchs)
-        words = f"has {{held}} bytes at its peak, required: at most {limit:,}; without checkpoints "
-        words += f"it has {bare:,}"
-        notes.memory(MEMORY, [yours["peak"]], limit, words, lambda _: "the step")
+        how = "has {} bytes at its peak", f"; without checkpoints it has {bare:,}"
+        notes.memory(MEMORY, [yours["peak"]], limit, *how, lambda _: "the step")
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, list, int, int]:
     """What the rank runs. Returns the step without checkpoints and with the answer; if their
-    gradients differ, the gradients of both without dropout; and the bytes at the peak of a step
-    without checkpoints, and with torch's.
+    gradients differ, how they do so without dropout, and in a step with a single call; and the
+    bytes at the peak of a step without checkpoints, and with torch's.
     """
     with watch.unseen():
         known, right = peaks(), _step(without, seed, contextlib.nullcontext())
     yours = _step(answer[0], seed, watch.section())
-    without_dropout = []
-    if first_other_bits(yours["gradients"], right["gradients"]):  # do they without dropout, too?
-        with watch.unseen():
-            without_dropout = [
-                _step(one, seed, contextlib.nullcontext(), dropout=0.0)["gradients"]
-                for one in (answer[0], without)
-            ]
-    return right, yours, without_dropout, *known
+    differences = []
+    if first_other_bits(yours["gradients"], right["gradients"]):
+        for how in ({"dropout": 0.0}, ALONE):
+            with watch.unseen():
+                both = (_step(f, seed, contextlib.nullcontext(), **how) for f in (*answer, without))
+                differences.append(first_other_bits(*(one["gradients"] for one in both)))
+    return right, yours, differences, *known
 
 
 @functools.cache  # the same for every answer
@@ -93,14 +99,16 @@ def torchs_own(block: Any, x: Any) -> Any:
 
 
 def _step(
-    apply: Callable[[Any, Any], Any], seed: int, measured: Any, dropout: float = DROPOUT
+    apply: Callable[[Any, Any], Any], seed: int, measured: Any, dropout: float = DROPOUT, **one: int
 ) -> dict[str, Any]:
-    """A step in which ``apply`` calls every block. measured: a context, whose ``peak`` is read."""
+    """A step in which ``apply`` calls every block. measured: a context, whose ``peak`` is read.
+    one: `ALONE`, for a step with a single call.
+    """
     from torch import nn
     from torch.utils import checkpoint as torchs
 
     torch.manual_seed(seed)
-    gpt, calls = reference.GPT(MODEL), []
+    gpt, calls = reference.GPT(MODEL.replace(layers=one.get("layers", MODEL.layers))), []
 
     def ran(block: nn.Module, _: Any) -> None:
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
@@ -128,7 +136,7 @@ def _step(
 
     blocks = list(gpt.blocks)
     gpt.blocks = nn.ModuleList(map(Through, blocks))
-    data = reference.batches(MODEL, step=0, microbatches=MICROBATCHES)
+    data = reference.batches(MODEL, step=0, microbatches=one.get("microbatches", MICROBATCHES))
     with measured as section:
         losses = [gpt(*one) for one in data]  # both are in flight when backward begins
         while losses:  # in the order of the forwards, as in 1F1B

@@ -109,8 +109,11 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
     """(the simulation of the schedule in a reply, "") or (None, why it is no schedule)."""
     if reply.trouble:
         return None, reply.trouble
+    if reply.value is None:
+        return None, "the function returned None, required: a list of actions per pipeline rank"
     plan = {"pp": pp, "microbatches": microbatches, "schedule": Written(reply.value)}
-    return attempt(lambda: simulate(Plan(**plan).actions()))
+    simulated, trouble = attempt(lambda: simulate(Plan(**plan).actions()))
+    return simulated, trouble.replace("schedule='own: your answer'", "your schedule")
 
 
 def late(

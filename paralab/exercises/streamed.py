@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import io
+import re
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
@@ -40,6 +41,10 @@ REQUIRED = {
     "memory between steps": "tensors: at most 20 kB",
 }
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
+CAUSES = {  # {pattern of a failure: a frequent cause}
+    "SIGSEGV|SIGBUS": '; a change in place of a np.memmap of mode "r" ends so: required: "r+"',
+    "ZeroDivisionError.*self.steps": "; self.steps is 0: step has to add 1 to it before",
+}
 Named = dict[str, Any]  # {name: value}
 
 
@@ -61,8 +66,10 @@ def streamed_optimizer(tries: Tries) -> None:
             held, most = result["held"], 4 * COPIES * UNIT + SCALARS  # Python's objects count too
             wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
             notes.look(PEAK, wrong if held > most else "", "no more than that")
-            words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
-            notes.memory(KEPT, [result["kept"]], SCALARS, words)
+            how = "keeps {} bytes in memory between steps", f"; all states have {states:,}"
+            notes.memory(KEPT, [result["kept"]], SCALARS, *how)
+    for notes in (one.notes for one in tries.all):
+        notes.said += "".join(why for sign, why in CAUSES.items() if re.search(sign, notes.said))
 
 
 def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:

@@ -27,10 +27,10 @@ SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
 SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
-OVERWRITTEN = (
-    "; forward overwrites its x or w, which later steps need: in step l only member l of a group "
-    "may broadcast its own block, and the others receive into an empty one"
-)
+OVERWRITTEN = "; forward overwrites its x or w, which later steps need: in step l only member l of "
+OVERWRITTEN += "a group may broadcast its own block, and the others receive into an empty one"
+EMPTY = "an empty block is in it, as when it is read before its wait(), or when its sender "
+EMPTY += "compares l with its place in the other group"
 
 REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
@@ -62,10 +62,10 @@ def summa(tries: Tries) -> None:
             if q > RECEIVED + 1:
                 for number, (m, k, n) in enumerate(SHAPES):
                     most = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-                    words = "holds {held} bytes in addition to its own blocks, required: at most "
-                    words += f"{most:,}; a whole row or column has {4 * q * k * max(m, n):,} bytes"
+                    words = "holds {} bytes in addition to its own blocks"
+                    why = f"; a whole row or column has {4 * q * k * max(m, n):,} bytes"
                     peaks = [peak[number] for peak in outcome["peak"]]
-                    notes.memory(MEMORY, peaks, most, words, grid_name(q))
+                    notes.memory(MEMORY, peaks, most, words, why, grid_name(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     Returns, for each of SHAPES, the blocks "y", "dx" and "dw", and "peak", the most bytes of
     forward in addition to its arguments; and "kept", whether forward leaves these unchanged.
     """
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new empty tensors with NaN
     q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
@@ -131,9 +132,10 @@ def wrong_block(
 
     def mistakes(rank: int) -> list:
         i, j = places[rank]
+        empty = (EMPTY, np.full_like(right[rank], np.nan))
         if name == "y":
             swapped = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [("X went along the columns and W along the rows", swapped)]
+            return [("X went along the columns and W along the rows", swapped), empty]
         lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
         swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
         addends = [dy[i, j] @ w[a, j].T for a in range(q)]
@@ -148,7 +150,7 @@ def wrong_block(
         said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
         # Without its step alone: a reduce leaves its own terms otherwise, an all-reduce the sums.
-        return [(crossed, swapped), *other, (said, sum(addends)), (said, sum(line_sums))]
+        return [empty, (crossed, swapped), *other, (said, sum(addends)), (said, sum(line_sums))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",

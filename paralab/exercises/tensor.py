@@ -77,9 +77,8 @@ def forward_and_back(
     result["slice"] = ""
     for name in pair.shapes:
         if name not in named:
-            raise ValueError(
-                f"the module has no parameter {name}; it has {', '.join(named) or 'none'}"
-            )
+            has = ", ".join(named) or "none"
+            raise ValueError(f"the module has no parameter {name}; it has {has}")
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
         result[name] = watched.array(named[name].grad)
@@ -132,9 +131,9 @@ def look_at_layers(kind: str, limits: Collection[str], tries: Tries) -> None:
             if not operators:
                 parts = {n: w for n, w in pairs.drawn(pair, 0).items() if "." in n}
                 part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
-                words = f"holds {{held}} bytes of weights, and its part is {part:,}"
-                words += outcome["slice"][0]
-                notes.memory(WEIGHTS, outcome["held"], part + SCALARS, words)
+                why = f"; its part is {part:,}{outcome['slice'][0]}"
+                held = outcome["held"], part + SCALARS
+                notes.memory(WEIGHTS, *held, "holds {} bytes of weights", why)
 
 
 def _wrong(outcome: Outcome, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:

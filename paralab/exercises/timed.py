@@ -57,6 +57,5 @@ class _Work(torch.autograd.Function):
 
 def _refuse_freed(weights: Sequence[Tensor], layer: Layer, phase: str) -> None:
     if freed(weights) is not None:
-        raise RuntimeError(
-            f"{phase} of layer {layer.number} has begun while its parameters are freed"
-        )
+        said = f"{phase} of layer {layer.number} has begun while its parameters are freed"
+        raise RuntimeError(said)

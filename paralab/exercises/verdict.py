@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from paralab.checks import count_of, shortened
+from paralab.checks import ADDRESS, count_of, shortened
 from paralab.ranks.hangs import show_places
 
 if TYPE_CHECKING:
@@ -138,11 +138,11 @@ class Notes:
         said   the sentence for a failure, by default made of the row
         """
         if not self.broke((limit,)):
-            text = shortened(show_places(yours), LONGEST)
+            text = shortened(ADDRESS.sub("", show_places(yours)), LONGEST)
             self._rows[limit] = self._rows[limit]._replace(yours=text, ok=bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
-            self.said = shortened(show_places(said), LONGEST)
+            self.said = shortened(ADDRESS.sub("", show_places(said)), LONGEST)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
         """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is
@@ -214,14 +214,15 @@ class Notes:
         held: Sequence[int],
         most: int,
         words: str,
+        why: str = "",
         ranks: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words: for a
-        failure, "keeps {held} bytes, an N-th is 7"; ranks: rank -> its name.
+        """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words, why:
+        for a failure, "keeps {} bytes" and "; an N-th is 7"; ranks: rank -> its name.
         """
         largest = f"{max(held):,}"
-        said = f"{ranks(held.index(max(held)))} {words.format(held=largest)}"
-        self.look(limit, said if max(held) > most else "", f"{largest} bytes")
+        said = f"{ranks(held.index(max(held)))} {words.format(largest)}, required: at most {most:,}"
+        self.look(limit, said + why if max(held) > most else "", f"{largest} bytes")
 
     def verdict(self) -> Verdict:
         rows = tuple(self._rows.values())

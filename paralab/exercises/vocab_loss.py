@@ -45,9 +45,9 @@ def vocab_parallel_loss(tries: Tries) -> None:
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
             memory = COPIES * own_logits + SCALARS
-            words = f"holds {{held}} bytes in addition to its logits, required: at most {memory:,}"
-            words += f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
-            notes.memory(MEMORY, outcome["peak"], memory, words)
+            words = "holds {} bytes in addition to its logits"
+            why = f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
+            notes.memory(MEMORY, outcome["peak"], memory, words, why)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     watch.label, lent = FORWARD, watched.Lent(logits=own_logits, targets=targets)
     with watch.section() as section:
         loss = answer[0](own_logits, targets)
-        value = watched.array(loss).reshape(-1)
+        if (value := watched.array(loss).reshape(-1)).size != 1:
+            raise ValueError(f"the loss has {value.size} elements, required: one, their mean")
         watch.label = BACKWARD
         (loss * 3).backward()
     if own_logits.grad is None:

@@ -49,14 +49,15 @@ class Watch(PeakMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):  # it has no storage to be counted
+            raise RuntimeError("a DTensor is used, as fully_shard does it: write what it does")
         # To make a view of a freed tensor, or a new tensor of its size, is no error.
         lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
         if lost is not None:
             when = "in backward, " * (torch._C._current_graph_task_id() != -1)
-            raise RuntimeError(
-                f"{when}{_operation(func).strip('_')} computes with a tensor of "
-                f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
-            )
+            said = f"{when}{_operation(func).strip('_')} computes with a tensor of "
+            said += f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
+            raise RuntimeError(said)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def resized(self, life: Life) -> None:

@@ -28,6 +28,7 @@ COPIES, PARTS = 3, 3
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
 OWN = "each part is updated with the gradient of its own rank alone, not with the sum"
 AGAIN = "the gradient is divided by N, and it is already divided by N when step gets it"
+IN_FRONT = "padding is put in front of the parameters, and they are read as if it were behind"
 REQUIRED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
@@ -47,14 +48,11 @@ def zero_step(tries: Tries) -> None:
             for step in range(STEPS):
                 notes.bytes(BYTES, outcome.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
 
-            words = f"keeps {{held}} bytes between steps, required: at most {part + SCALARS:,}; an "
-            words += f"N-th of v has {part:,}"
-            notes.memory(KEPT, outcome["kept"], part + SCALARS, words)
-
-            most = COPIES * copy + PARTS * part
-            words = "has {held} bytes in a step in addition to what it keeps, required: at most "
-            words += f"{most:,}; a copy of Ψ has {copy:,}"
-            notes.memory(PEAK, outcome["passing"], most, words)
+            how = part + SCALARS, "keeps {} bytes between steps", f"; an N-th of v has {part:,}"
+            notes.memory(KEPT, outcome["kept"], *how)
+            words = "has {} bytes in a step in addition to what it keeps"
+            how = COPIES * copy + PARTS * part, words, f"; a copy of Ψ has {copy:,}"
+            notes.memory(PEAK, outcome["passing"], *how)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -113,6 +111,7 @@ def _wrong_step(outcome: Outcome, n: int) -> str:
         mistakes = [
             (OWN, before - lr * of_owners[:PSI]),
             (AGAIN, before + (after - before) / n),
+            (IN_FRONT, np.pad(after, (-PSI % n, 0))[:PSI]),
         ]
         wrong = first_wrong(
             f"step {step + 1}",

@@ -92,19 +92,18 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
                 notes.bytes(BYTES, outcome.sent(f"step {step}"), most, "in a step", least=0)
 
             most = 2 * sum(parts) + SCALARS
-            words = f"keeps {{held}} bytes between steps, required: at most {most:,}; an N-th of "
-            words += f"parameters and gradients has {2 * sum(parts):,}"
-            notes.memory(KEPT, outcome["kept"], most, words)
+            why = f"; an N-th of parameters and gradients has {2 * sum(parts):,}"
+            notes.memory(KEPT, outcome["kept"], most, "keeps {} bytes between steps", why)
 
             peaks = [result["peak"] - result["forward"] for result in outcome.results]
             most = most_units * n * max(parts)
-            words = "has {held} bytes in addition to what forward saves, required: at most "
-            words += f"{most:,}, which are {most_units} units"
+            words = "has {} bytes in addition to what forward saves"
+            why = f", which are {most_units} units"
             if any(result["gathered"] - result["forward"] > most for result in outcome.results):
-                words += "; more units are still gathered when backward begins"
+                why += "; more units are still gathered when backward begins"
             else:
-                words += "; each copy of a unit, such as cat and pad make, counts until it is freed"
-            notes.memory(PEAK, peaks, most, words)
+                why += "; each copy of a unit, such as cat and pad make, counts until it is freed"
+            notes.memory(PEAK, peaks, most, words, why)
 
 
 def _updated(weights: Arrays, lr: float, gradients: Arrays) -> Arrays:
