@@ -325,7 +325,7 @@ def train(
     """
     choice("precision", precision, tuple(DTYPES))
     whole("steps", steps, at_least=0)
-    whole("seed", seed, at_least=0, at_most=2**31 - 1)
+    whole("seed", seed, at_least=0)
     clips = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
     if clips is clip_norm and len(clips) < steps:
         why = f"{len(clips)} numbers for {steps} steps"
