@@ -16,7 +16,6 @@ BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEAD
 LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on
 WIDTH = HIDDEN // HEADS
 Arrays = dict[str, Any]  # {name: NumPy array}
-RIGHT = dict(scale=WIDTH, sees=1, order="qkv", reshaped="", hide=-math.inf, axis=-1)
 
 
 class Pair(NamedTuple):
@@ -52,13 +51,21 @@ def mlp(w: Arrays, *, activation: Callable[[Any], Any] | None = None) -> Any:
     return _linear(w, "down", activation(_linear(w, "up", w["x"])))
 
 
-def attention(w: Arrays, **changed: Any) -> Any:
+def attention(
+    w: Arrays,
+    *,
+    scale: float = WIDTH,
+    sees: int = 1,
+    order: str = "qkv",
+    reshaped: str = "",
+    hide: float | None = -math.inf,
+    axis: int = -1,
+) -> Any:
     """Causal attention, of as many heads as qkv has outputs for. For known mistakes: the square of
     the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for,
     where heads are reshaped, not transposed: "before" attention, "after" it, or both; the score of
     hidden tokens, or None if they are hidden after softmax alone; the axis of softmax.
     """
-    scale, sees, order, reshaped, hide, axis = (RIGHT | changed).values()
     tokens = w["x"].shape[1]
     by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH).transpose(1, 2)
     right = by_head.transpose(2, 3)  # (B, 3, a, s, d)

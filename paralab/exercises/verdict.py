@@ -116,6 +116,11 @@ def first(wrongs: Iterable[str]) -> str:
     return next((wrong for wrong in wrongs if wrong), "")
 
 
+def _readable(text: str) -> str:
+    """The text with places in the learner's words, without addresses, and not too long."""
+    return shortened(ADDRESS.sub("", show_places(text)), LONGEST)
+
+
 class Notes:
     """The findings of a checker about one answer, from which `verdict` makes a row per limit.
 
@@ -138,11 +143,10 @@ class Notes:
         said   the sentence for a failure, by default made of the row
         """
         if not self.broke((limit,)):
-            text = shortened(ADDRESS.sub("", show_places(yours)), LONGEST)
-            self._rows[limit] = self._rows[limit]._replace(yours=text, ok=bool(ok))
+            self._rows[limit] = self._rows[limit]._replace(yours=_readable(yours), ok=bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
-            self.said = shortened(ADDRESS.sub("", show_places(said)), LONGEST)
+            self.said = _readable(said)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
         """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is

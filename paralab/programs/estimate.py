@@ -127,7 +127,9 @@ class Estimate:
 
     # ---- links -----------------------------------------------------------------------------------
     def link(self, op: str, size: Array, stride: Array) -> Seconds:
-        """Seconds of a call by its bytes, in groups of ``size`` ranks ``stride`` apart."""
+        """Seconds of a call by the bytes that a member sends, in groups of ``size`` ranks that are
+        ``stride`` apart; without the rank's own time, which `calls` has.
+        """
 
         def figures(*row: int) -> list[float]:
             algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples per device of the default global batch
 SPARE = 1.1  # an uncompiled plan fits if its estimated memory times this does
 BEHIND = 1.02  # plans estimated so many times slower than the fastest simulated are not compiled
-FEW = 1000  # of so many plans all that may fit by `LIKELY` are tried, as long as that is quick
+FEW = 1000  # of so many plans also those that may fit by `LIKELY` are tried
 LIKELY = 1.5  # estimates of memory of small models are too high by up to this factor
 OVER = 2.0  # estimates of memory may be too high by this factor: plans within it may fit after all
 NEAR = 30  # so many plans at least may be compiled to find those that fit
@@ -181,9 +181,9 @@ class Search:
         return bool((np.isfinite(self.simulated) & self.fits).any())
 
     def _simulate(self, order: np.ndarray, top: int, most: int = 0) -> None:
-        """Simulate the first plans in this order, ``most`` or three times ``top`` and `NEAR`, until
-        ``top`` fit or no faster one is to be expected. Plans that take seconds to compile come
-        last, and only if no other fits.
+        """Simulate the first plans in this order, ``most`` of them or the larger of three times
+        ``top`` and `NEAR`, until ``top`` fit or no faster one is to be expected. Plans that take
+        seconds to compile come last, and only if no other fits.
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
         first = order[: most or max(3 * top, NEAR)].tolist()
