@@ -685,7 +685,7 @@ def install(
         current_device=machine.device,
         stream=machine.on,
         set_device=machine.set_device,
-        is_available=lambda: True,
+        device_count=lambda: 1,
         get_allocator_backend=lambda: "native",
         reset_peak_memory_stats=machine.allocator.reset_peak_memory_stats,
         memory_stats=machine.allocator.memory_stats,

@@ -53,8 +53,9 @@ class Program:
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
-        # awaits_gpu: the program may yet turn out to compute on a GPU, see [Note: device]
-        self.device, self.awaits_gpu = "cpu", torch.cuda.is_available()
+        # awaits_gpu: the program may yet turn out to compute on a GPU, see [Note: device]. GPUs are
+        # counted without initializing CUDA, after which a program could not fork.
+        self.device, self.awaits_gpu = "cpu", torch.cuda.device_count() > 0
         self.stream: Any = None  # the stream that the program computes on
         self._gpus, self._thread = self.awaits_gpu, threading.get_ident()
         self.about: dict[str, Any] = {"modules": [], "parameters": []}  # meta["observed"]

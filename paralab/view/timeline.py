@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.checks import count_of, illegal
+from paralab.checks import choice, count_of, illegal
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
@@ -38,8 +38,7 @@ def timeline(
     The axis has milliseconds from the step's start. Raises ValueError if the report has no such
     step or rank, and for ``ideal`` without a pipeline.
     """
-    if ideal not in (None, True, False):
-        raise illegal("ideal", ideal, "neither yes nor no", "True | False | None")
+    choice("ideal", ideal, (True, False, None))
     if report.plan.pp > 1:
         return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
     if ideal:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from paralab.checks import count_of
+from paralab.checks import choice, count_of
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
@@ -31,6 +31,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
 
     matrix  False: only the bars
     """
+    choice("matrix", matrix, (True, False))
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
     steps = report.model is not None or "observed" in report.meta  # else calls of a function
     n, unit = len(facts.reported_ranks(report)), "step" if steps else "call"
