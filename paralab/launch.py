@@ -30,6 +30,7 @@ from paralab.checks import choice, illegal, instance, real, shown, whole
 from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped, interrupted
+from paralab.ranks.lookout import backstop
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
 
@@ -194,7 +195,7 @@ def launch_program(
         # `watch` gives all ranks more time whenever one of them shows a sign of life; gloo's limit
         # is per call and knows nothing of that. It has to be far longer, so that `watch` gives up
         # first: its error says which rank waits for which.
-        "group_timeout": 10 * timeout + 60,
+        "group_timeout": backstop(timeout),
         "cwd": cwd,
         "path": [entry or cwd for entry in sys.path],
         "argv": sys.argv,

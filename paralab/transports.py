@@ -265,7 +265,7 @@ class Nccl(Transport):
         if self.recorder.lookout is None:
             context = self.context
             ways_to_tell = context.note, self.recorder.clock.passed, context.alive
-            lookout = Lookout(*ways_to_tell, rank=context.rank, limit=context.limit)
+            lookout = Lookout(*ways_to_tell, rank=context.rank, patience=context.patience)
             lookout.start(lambda: torch.cuda.set_device(context.device))
             self.recorder.lookout = lookout
 

@@ -48,28 +48,36 @@ def test_a_device_that_gets_on_is_a_sign_of_life_and_one_that_hangs_is_none():
     assert len(lives) == 3
 
 
-def test_a_call_that_nccl_is_about_to_end_is_printed_once(monkeypatch, capfd):
-    """The watchdog aborts the process, and torchrun shows what it has printed."""
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+def test_without_progress_a_rank_under_torchrun_says_where_it_is_and_ends(monkeypatch, capfd):
+    """torchrun shows what it has printed, and ends the others."""
+    clock, exits = SimpleNamespace(now=100.0, monotonic=lambda: clock.now), []
     monkeypatch.setattr(module, "time", clock)
-    lookout = Lookout(lambda text: None, lambda: 0, lambda: None, rank=3, limit=120.0)
+    monkeypatch.setattr(module.os, "_exit", exits.append)
+    device = SimpleNamespace(passed=0)
+    lookout = Lookout(
+        lambda text: None, lambda: device.passed, lambda: None, rank=3, patience=120.0
+    )
     first, second = Event(), Event()
     lookout.posted("all_gather #7 on axis dp, ranks 0,3, step 2", first)
-    clock.now = 200.0
     lookout.posted("all_reduce #8 on axis tp, ranks 2,3, step 2", second)
-    lookout.look()
-    assert capfd.readouterr().err == ""
-    clock.now = 209.0
-    for _ in range(3):
+    for clock.now in range(100, 500, 50):  # a long step, computing
+        device.passed += 1
         lookout.look()
-    said = "paralab: rank 3 has waited {} s in {}, step 2; NCCL ends the rank after 120 s\n"
-    assert capfd.readouterr().err == said.format(109, "all_gather #7 on axis dp, ranks 0,3")
-    first.over, clock.now = True, 310.0
+    clock.now = 500.0
+    first.over = True
     lookout.look()
-    assert capfd.readouterr().err == said.format(110, "all_reduce #8 on axis tp, ranks 2,3")
-    second.over, clock.now = True, 400.0
+    clock.now = 600.0
     lookout.look()
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "" and not exits
+    for clock.now in (609.0, 612.0, 619.0):
+        lookout.look()
+    said = (
+        "paralab: rank 3 has waited 109 s in all_reduce #8 on axis tp, ranks 2,3, step 2; it ends"
+    )
+    assert capfd.readouterr().err == f"{said} after 120 s\n" and not exits
+    clock.now = 620.0
+    lookout.look()
+    assert exits == [1]
 
 
 def test_what_it_notes_names_who_waits_for_whom(tmp_path):

@@ -76,13 +76,13 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
     """NCCL connects a communicator at its first call, which all its members have to make."""
 
     def first_calls(context):
-        machine, context = on_virtual(context)
+        machine, context = on_virtual(dataclasses.replace(context, patience=77.0))
         part = traced(sends, (0,) * 4, False, context)
         return [(node.label, node.meets) for node in machine.nodes if node.meets], part
 
     def sends(group):
         lookout = group.recorder.lookout
-        assert (lookout.rank, lookout.limit) == (group.index, group.context.limit)
+        assert (lookout.rank, lookout.patience) == (group.index, 77.0)
         three = group.subgroup((0, 1, 2), axis="three")
         alone = group.subgroup((3,), axis="alone")
         if group.index == 0:

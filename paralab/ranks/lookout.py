@@ -5,13 +5,16 @@ reads results from the device; so is a rank whose step is only long. So a thread
 queries CUDA events: while the device completes some, the rank is alive, and the rank's note names
 the oldest call in flight.
 
-Under torchrun no other process reads that note, and NCCL's own watchdog aborts a process whose call
-takes too long, after which no Python code runs. So the thread prints the note shortly before.
+Under torchrun no other process reads that note. So there the thread prints it when the device has
+made no progress for most of the time allowed, and at its end ends the process. NCCL's own watchdog
+cannot do this: it counts from the moment when a call is posted, which in a long step is far ahead
+of the device.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -20,7 +23,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SECONDS = 0.25  # between two looks
-LATE = 0.9  # share of its limit after which a call is reported as late
+LATE = 0.9  # share of a rank's patience after which a call is reported as late
+
+
+def backstop(timeout: float) -> float:
+    """Seconds after which torch ends a call where others watch for ``timeout`` seconds without
+    progress.
+    """
+    return 10 * timeout + 60
 
 
 class _Posted(NamedTuple):
@@ -35,11 +45,11 @@ class _Posted(NamedTuple):
 class Lookout:
     """The thread of one rank that watches its device.
 
-    note    writes the call in which the rank is blocked
-    passed  counts the recorded moments that the device has passed so far
-    alive   tells the launching process that the rank makes progress
-    rank    its number, for the message about a late call
-    limit   seconds from the posting of a call after which NCCL ends the process
+    note      writes the call in which the rank is blocked
+    passed    counts the recorded moments that the device has passed so far
+    alive     tells the launching process that the rank makes progress
+    rank      its number, for the message about a late call
+    patience  seconds without progress, in a call, after which the thread ends the process
     """
 
     def __init__(
@@ -49,12 +59,13 @@ class Lookout:
         alive: Callable[[], None],
         *,
         rank: int = 0,
-        limit: float = math.inf,
+        patience: float = math.inf,
     ) -> None:
         self.note, self.passed, self.alive = note, passed, alive
-        self.rank, self.limit = rank, limit
+        self.rank, self.patience = rank, patience
         self.calls: list[_Posted] = []
         self.passed_before, self.noted = -1, ""
+        self._moved = -math.inf  # when the device was last seen to make progress
         self._late: _Posted | None = None  # the call that was last reported as late
 
     def start(self, settle: Callable[[], None]) -> None:
@@ -73,7 +84,7 @@ class Lookout:
         self.calls[: len(calls)] = in_flight  # the rank's own thread may have added others
         passed = self.passed()
         if len(in_flight) < len(calls) or passed != self.passed_before:
-            self.passed_before = passed
+            self.passed_before, self._moved = passed, time.monotonic()
             self.alive()
         oldest = in_flight[0] if in_flight else None
         text = oldest.what if oldest else ""
@@ -82,15 +93,17 @@ class Lookout:
         if text or self.noted:
             self.note(text)
         self.noted = text
-        if oldest and oldest is not self._late:
-            self._report_if_late(oldest)
+        if oldest:
+            self._end_if_late(oldest)
 
-    def _report_if_late(self, call: _Posted) -> None:
-        waited = time.monotonic() - call.since
-        if waited >= LATE * self.limit:
+    def _end_if_late(self, call: _Posted) -> None:
+        waited = time.monotonic() - max(call.since, self._moved)
+        if waited >= LATE * self.patience and call is not self._late:
             self._late = call
-            text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
-            print(f"{text}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
+            text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; it ends "
+            print(f"{text}after {self.patience:g} s", file=sys.stderr, flush=True)
+        if waited >= self.patience:
+            os._exit(1)  # its main thread is blocked in CUDA; torchrun ends the other ranks
 
 
 def _go_on(lookout: weakref.ref[Lookout], settle: Callable[[], None]) -> None:

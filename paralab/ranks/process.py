@@ -16,6 +16,7 @@ import ctypes
 import faulthandler
 import gc
 import linecache
+import math
 import os
 import pickle
 import signal
@@ -58,6 +59,7 @@ class RankContext:
     shared    whether other ranks' kernels run on this rank's GPU
     store     a torch Store that all ranks share
     limit     seconds that a call of torch.distributed may take
+    patience  seconds without progress of its GPU after which the rank ends itself
     strict    hold every call to NCCL's order rules, whatever the backend
     note      note(text): names the call in which the rank is about to block; "" when it is over
     alive     alive(): says that the rank's device makes progress, though the rank notes nothing
@@ -71,6 +73,7 @@ class RankContext:
     backend: str
     store: dist.Store
     limit: float
+    patience: float = math.inf
     shared: bool = False
     strict: bool = False
     note: Callable[[str], None]

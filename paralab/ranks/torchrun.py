@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.host import keep_pages
+from paralab.ranks.lookout import backstop
 from paralab.ranks.process import RankContext, card, joined, take_device
 from paralab.ranks.started import NUMBERS, variable
 
@@ -32,7 +33,7 @@ def torchrun_context(
 ) -> RankContext:
     """Become the rank that torchrun's variables name, and initialize the default process group.
 
-    timeout       seconds that a collective may take
+    timeout       seconds that a collective may take, or over NCCL that a GPU may make no progress
     join_timeout  seconds within which all ranks must meet
     Raises ``RankError`` with one line if the ranks cannot meet, and ``ValueError`` if torchrun did
     not start this process.
@@ -77,7 +78,8 @@ def torchrun_context(
             world_size=world_size,
             nodes=tuple(index for index, _ in cards),
             store=dist.PrefixStore("paralab", store),
-            limit=timeout,
+            limit=backstop(timeout) if chosen.backend == "nccl" else timeout,
+            patience=timeout,
             note=_noting(rank),
         )
 
