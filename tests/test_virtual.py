@@ -106,17 +106,8 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
     assert set(report.collectives["phase"]) == {"data", "setup"}
 
 
-SCHEDULES = {
-    "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
-    "1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
-    "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
-    "zb-h1": lambda p, m, v: (p - 1) / (3 * m + p - 1),
-}
-
-
-PROMPT, SLOW = Lasts(forward=1.0, half=1.0), Lasts(forward=1.0, half=1.0, message=0.05)
-PIPELINES = [*((schedule, 8, lasts) for schedule in SCHEDULES for lasts in (PROMPT, SLOW)),
-             ("interleaved", 16, SLOW)]  # fmt: skip
+SLOW = Lasts(forward=1.0, half=1.0, message=0.05)
+PIPELINES = [("gpipe", 8), ("1f1b", 8), ("interleaved", 8), ("zb-h1", 8), ("interleaved", 16)]
 
 
 def pipeline(schedule: str, m: int) -> pl.Plan:
@@ -127,18 +118,11 @@ def pipeline(schedule: str, m: int) -> pl.Plan:
 @pytest.fixture(scope="module")
 def pipelines() -> dict[tuple, Found]:
     """All PIPELINES, in one launch."""
-    jobs = [Job(MODEL, pipeline(schedule, m), lasts) for schedule, m, lasts in PIPELINES]
-    return dict(zip(PIPELINES, virtuals(jobs), strict=True))
+    return dict(zip(PIPELINES, virtuals([Job(MODEL, pipeline(*one), SLOW) for one in PIPELINES]),
+                    strict=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule):
-    found, v = pipelines[schedule, 8, PROMPT], pipeline(schedule, 8).virtual_stages
-    assert found.wrong == []
-    assert found.bubble == pytest.approx(SCHEDULES[schedule](4, 8, v), abs=0.005)
-
-
-@pytest.mark.parametrize(("schedule", "m"), [one[:2] for one in PIPELINES if one[2] is SLOW])
+@pytest.mark.parametrize(("schedule", "m"), PIPELINES)
 def test_virtual_pipelines_take_as_long_as_predicted(pipelines, schedule, m, monkeypatch):
     plain = Costs.of
     monkeypatch.setattr(
@@ -149,7 +133,8 @@ def test_virtual_pipelines_take_as_long_as_predicted(pipelines, schedule, m, mon
     link = pl.Link(alpha=SLOW.message, bandwidth=1e30)
     cluster = pl.Cluster(devices_per_node=4, flops=1e30, memory_bandwidth=1e30, intra=link)
     expected = time(compiled(MODEL, pipeline(schedule, m), optimizer="sgd"), cluster).seconds
-    found = pipelines[schedule, m, SLOW]
+    found = pipelines[schedule, m]
+    assert found.wrong == []
     assert found.bubble == pytest.approx(1 - 3.0 * m / expected, abs=0.005)
     if (schedule, m) == ("interleaved", 16):
         assert found.bubble <= 0.1055
@@ -376,15 +361,6 @@ def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
                 thread.join()
 
     launch_program(ends, 2, (), device="cpu", timeout=30)
-
-
-def test_virtual_device_refuses_what_it_does_not_model():
-    def asks(context):
-        virtual_cuda.install(context.rank)
-        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
-            torch.cuda.mem_get_info()
-
-    launch_program(asks, 1, (), device="cpu", timeout=30)
 
 
 def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():

@@ -804,10 +804,7 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         reduce=reduce,
     )
     messages = SimpleNamespace(
-        batch_isend_irecv=batch_isend_irecv,
-        isend=dist.isend,
-        irecv=dist.irecv,
-        P2POp=dist.P2POp,
+        batch_isend_irecv=batch_isend_irecv, isend=dist.isend, irecv=dist.irecv, P2POp=dist.P2POp
     )
     groups = SimpleNamespace(
         group=dist.group, new_group=dist.new_group, ProcessGroup=dist.ProcessGroup

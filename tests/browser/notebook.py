@@ -198,13 +198,6 @@ class Notebook:
         absent = self.ask("missing") if drawn else []
         return said + heard + dialogs + self.wrong + absent
 
-    def screenshot(self, path: Path) -> Path:
-        """A picture of the whole notebook, as high as its cells are."""
-        needed = min(16_000, max(HEIGHT, int(self.ask("height")) + 200))
-        self.page.set_viewport_size({"width": WIDTH, "height": needed})
-        self.page.screenshot(path=path)
-        return path
-
     def close(self) -> None:
         """Close the page and shut its kernel down."""
         self.page.close()

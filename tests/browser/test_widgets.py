@@ -1,8 +1,8 @@
 """A widget by keyboard and mouse: the picture follows, a run leaves the page alive and stops.
 
 The page of that test is a busy one, where no figure begins within anywidget's two seconds: here
-they are over at once. It comes last, as JupyterLab is loaded before it and after it. On pages that
-are not busy figures are in test_explore.py and test_labs.py.
+they are over at once. It comes last, as JupyterLab is loaded for it. On pages that are not busy
+figures are in test_explore.py and test_labs.py.
 """
 
 from __future__ import annotations
