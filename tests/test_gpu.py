@@ -327,15 +327,15 @@ def assert_the_next_call_works() -> None:
 
 @with_gpus(2)
 @pytest.mark.parametrize(
-    ("how", "error", "said"),
+    ("how", "seconds", "error", "said"),
     [
-        ("a kill", pl.RankError, "rank 1 was killed by signal 9"),
-        ("a hang", pl.RankTimeout, "rank 0 waits in all_reduce #0 for rank 1"),
+        ("a kill", 60, pl.RankError, "rank 1 was killed by signal 9"),
+        ("a hang", 10, pl.RankTimeout, "rank 0 waits in all_reduce #0 for rank 1"),
     ],
 )
-def test_gpu_rank_that_is_lost_is_named(figures, how, error, said):
+def test_gpu_rank_that_is_lost_is_named(figures, how, seconds, error, said):
     with pytest.raises(error, match=said):
-        pl.trace(goes_wrong, ranks=2, args=(how,), device=DEVICE, timeout=10)
+        pl.trace(goes_wrong, ranks=2, args=(how,), device=DEVICE, timeout=seconds)
     assert_the_next_call_works()
     figures.append((how, "", 2, "named, and the next call works", ""))
 

@@ -60,10 +60,6 @@ def drawn(cell: Any) -> Any:
     return next(o.data[PLOTLY] for o in cell.outputs if PLOTLY in o.get("data", {}))
 
 
-def strip(cell: Any) -> None:
-    cell.outputs, cell.execution_count = [], None
-
-
 def unrun(cell: Any) -> None:
     cell.execution_count = None
 
@@ -108,7 +104,6 @@ FALSE = {
     "output removed": Mutation(TEXT, lambda c: c.outputs.clear()),
     "output added": Mutation("x = 1", lambda c: c.outputs.append(copy.deepcopy(EXTRA))),
     "order of outputs changed": Mutation(TWO, lambda c: c.outputs.reverse()),
-    "outputs stripped": Mutation(TEXT, strip),
     "never run": Mutation("x = 1", unrun),
     "kept outputs of no run": Mutation(TEXT, unrun),
     "source changed": Mutation(TEXT, lambda c: c.update(source=TEXT.replace("5", "6"))),
@@ -124,7 +119,6 @@ FALSE = {
     "measured: trace added": Mutation(CLOCK, lambda c: drawn(c).data.append({"x": [1]}), MEASURED),
     "measured: text removed": Mutation(CLOCK, lambda c: c.outputs.pop(0), MEASURED),
     "measured: figure removed": Mutation(CLOCK, lambda c: c.outputs.pop(), MEASURED),
-    "measured: stripped": Mutation(CLOCK, strip, MEASURED),
     "output ignored without a reason": Mutation(TEXT, ignore(None)),
     "cell skipped": Mutation(TEXT, lambda c: c.update(source="# NBVAL_SKIP\n" + TEXT)),
     "shown output updated": Mutation(UPDATED, unchanged),
@@ -271,113 +265,6 @@ def test_a_weaker_run_of_the_labs_is_refused(request, monkeypatch, option, value
 
 
 # ---- the builder ---------------------------------------------------------------------------------
-LAB = """\
-# %% [markdown]
-# # Two builds, one file
-
-# %% tags=["readme-picture"]
-import plotly.graph_objects as go
-go.Figure(go.Scatter(y=[1, 2], name="loss")).show()
-
-# %% tags=["raises-exception"]
-import paralab.spec
-paralab.spec.Plan(dp=0)
-
-# %%
-import ipywidgets
-ipywidgets.IntSlider()
-
-# %%
-1 + 1
-
-# %%
-1 + 1
-"""
-
-
-def labs_in(folder: Path, patch: pytest.MonkeyPatch, text: str = LAB) -> Path:
-    """Make ``folder`` a labs folder with one script in it, the builder's while ``patch`` lasts."""
-    (folder / "src").mkdir()
-    script = folder / "src" / "00_twice.py"
-    script.write_text(text, encoding="utf-8")
-    patch.setattr(build, "LABS", folder)
-    patch.setattr(build, "SOURCES", script.parent)
-    patch.setattr(build, "README_PICTURE", folder / "timeline.png")
-    patch.setenv("PYTHONPATH", str(ROOT))
-    patch.setenv("BROWSER_PATH", os.environ.get("BROWSER_PATH", ""))  # a build sets it
-    return script
-
-
-@pytest.fixture
-def lab(tmp_path, monkeypatch) -> Path:
-    """The script of a labs folder."""
-    return labs_in(tmp_path, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """The notebook of LAB, built in another folder."""
-    folder = tmp_path_factory.mktemp("built")
-    with pytest.MonkeyPatch.context() as patch:
-        build.build(labs_in(folder, patch), folder / "a.ipynb", pictures=False)
-    return folder / "a.ipynb"
-
-
-@pytest.fixture(scope="module")
-def again(tmp_path_factory) -> Path:
-    """The notebook of LAB in a third folder, with pictures if there is a browser."""
-    folder = tmp_path_factory.mktemp("again")
-    with pytest.MonkeyPatch.context() as patch:
-        script = labs_in(folder, patch)
-        if chromium.find():
-            assert build.main([]) == 0
-        else:
-            build.build(script, folder / "00_twice.ipynb", pictures=False)
-    return folder / "00_twice.ipynb"
-
-
-def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(built, again):
-    text, other = built.read_bytes(), nbformat.read(again, as_version=4)
-    for output in (output for cell in other.cells for output in cell.get("outputs", ())):
-        output.get("data", {}).pop(PNG, None)  # pixels are the browser's
-    assert text.decode() == nbformat.writes(other) + "\n"
-    assert list(again.parent.rglob("*.ipynb")) == [again]  # without an answer there is one notebook
-    notebook = nbformat.reads(text.decode(), as_version=4)
-    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
-    assert notebook.metadata == build.METADATA
-    assert b"model_id" not in text and b"iopub" not in text
-    for folder in (sys.prefix, str(built.parent)):
-        assert folder.encode() not in text
-
-
-def test_a_cell_that_fails_stops_the_build_and_leaves_the_old_notebook(lab, monkeypatch, capsys):
-    monkeypatch.setattr(chromium, "find", lambda: "chromium")
-    target = lab.parent.parent / "00_twice.ipynb"
-    target.write_text("old")
-    lab.write_text('# %%\nraise RuntimeError("the lab is wrong")\n')
-    assert build.main([]) == 1
-    err = capsys.readouterr().err
-    assert "00_twice" in err and "RuntimeError: the lab is wrong" in err and "\x1b" not in err
-    assert target.read_text() == "old"
-
-
-def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, capsys):
-    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
-    assert build.main([]) == 1
-    assert "apt install chromium" in capsys.readouterr().err
-    assert not list(lab.parent.parent.glob("*.ipynb"))
-
-
-def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell_and_readme_has_the_tagged(again):
-    if not chromium.find():
-        pytest.skip("only `make labs` draws pictures, and there is no browser here")
-    data = nbformat.read(again, as_version=4).cells[1].outputs[0].data
-    picture = base64.b64decode(data[PNG])
-    assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (830,)
-    assert again.with_name("timeline.png").read_bytes() == picture
-
-
-# ---- student and solution ------------------------------------------------------------------------
 EXERCISE = """\
 # %% [markdown]
 # # One text, two notebooks
@@ -406,15 +293,107 @@ twice(21)
 
 # %% [markdown] tags=["student-only"]
 # Stuck?
+
+# %% tags=["readme-picture"]
+import plotly.graph_objects as go
+go.Figure(go.Scatter(y=[1, 2], name="loss")).show()
+
+# %% tags=["raises-exception"]
+import paralab.spec
+paralab.spec.Plan(dp=0)
+
+# %%
+import ipywidgets
+ipywidgets.IntSlider()
+
+# %%
+1 + 1
+
+# %%
+1 + 1
 """
 
 
+def labs_in(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Make ``folder`` a labs folder with one script in it, the builder's while ``patch`` lasts."""
+    (folder / "src").mkdir()
+    script = folder / "src" / "00_twice.py"
+    script.write_text(EXERCISE, encoding="utf-8")
+    patch.setattr(build, "LABS", folder)
+    patch.setattr(build, "SOURCES", script.parent)
+    patch.setattr(build, "README_PICTURE", folder / "timeline.png")
+    patch.setenv("PYTHONPATH", str(ROOT))
+    patch.setenv("BROWSER_PATH", os.environ.get("BROWSER_PATH", ""))  # a build sets it
+    return script
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> Path:
+    """The script of a labs folder."""
+    return labs_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory) -> Path:
+    """The student's notebook in another folder, with pictures if there is a browser."""
+    folder = tmp_path_factory.mktemp("again")
+    with pytest.MonkeyPatch.context() as patch:
+        script = labs_in(folder, patch)
+        if chromium.find():
+            assert build.main([]) == 0
+        else:
+            build.build(script, folder / "00_twice.ipynb", pictures=False)
+    return folder / "00_twice.ipynb"
+
+
+def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(harness, again):
+    one, other = harness.folder / "twice" / again.name, nbformat.read(again, as_version=4)
+    text = one.read_bytes()
+    for output in (output for cell in other.cells for output in cell.get("outputs", ())):
+        output.get("data", {}).pop(PNG, None)  # pixels are the browser's
+    assert text.decode() == nbformat.writes(other) + "\n"
+    notebook = nbformat.reads(text.decode(), as_version=4)
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    assert notebook.metadata == build.METADATA
+    assert b"model_id" not in text and b"iopub" not in text
+    for folder in (sys.prefix, str(one.parent)):
+        assert folder.encode() not in text
+
+
+def test_a_cell_that_fails_stops_the_build_and_leaves_the_old_notebook(lab, monkeypatch, capsys):
+    monkeypatch.setattr(chromium, "find", lambda: "chromium")
+    target = lab.parent.parent / "00_twice.ipynb"
+    target.write_text("old")
+    lab.write_text('# %%\nraise RuntimeError("the lab is wrong")\n')
+    assert build.main([]) == 1
+    err = capsys.readouterr().err
+    assert "00_twice" in err and "RuntimeError: the lab is wrong" in err and "\x1b" not in err
+    assert target.read_text() == "old"
+
+
+def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, capsys):
+    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
+    assert build.main([]) == 1
+    assert "apt install chromium" in capsys.readouterr().err
+    assert not list(lab.parent.parent.glob("*.ipynb"))
+
+
+def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell_and_readme_has_the_tagged(again):
+    if not chromium.find():
+        pytest.skip("only `make labs` draws pictures, and there is no browser here")
+    data = nbformat.read(again, as_version=4).cells[5].outputs[0].data
+    picture = base64.b64decode(data[PNG])
+    assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (830,)
+    assert again.with_name("timeline.png").read_bytes() == picture
+
+
+# ---- student and solution ------------------------------------------------------------------------
 def build_both(folder: Path) -> None:
     """EXERCISE's notebooks, of which the solution is wrong as stored: in the answer, and in what it
     shows in the shared cell.
     """
     with pytest.MonkeyPatch.context() as patch:
-        source = labs_in(folder, patch, EXERCISE)
+        source = labs_in(folder, patch)
         for target, solved in build.notebooks_of(source).items():
             build.build(source, target, solved=solved, pictures=False)
     solved = nbformat.read(folder / "solutions" / "00_twice.ipynb", as_version=4)
@@ -432,7 +411,7 @@ def test_one_source_builds_both_notebooks(harness):
         nbformat.read(folder / name, as_version=4)
         for name in ("00_twice.ipynb", "solutions/00_twice.ipynb")
     )
-    assert len(student.cells) == 5 and len(solved.cells) == 6
+    assert len(student.cells) == 10 and len(solved.cells) == 11
     asked = "def twice(n):\n    return None  # what is asked?\n\n\ntwice(21)"
     assert student.cells[3].source == asked
     assert solved.cells[3].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
@@ -445,7 +424,7 @@ def test_one_source_builds_both_notebooks(harness):
 
 def test_strict_nbval_runs_each_output_of_a_lab_and_its_solution_once(harness):
     found = {cell.name: cell.passed for cell in harness.twice}
-    names = [*(f"Cell {n}" for n in range(3)), *(f"Solution Cell {n}" for n in range(4))]
+    names = [*(f"Cell {n}" for n in range(8)), *(f"Solution Cell {n}" for n in range(9))]
     false = ("Solution Cell 0", "Solution Cell 2")
     assert found == {name: name not in false for name in names}, harness.ran.stdout[-3000:]
     # a shared cell that is stored otherwise in the solution is run there too

@@ -43,10 +43,3 @@ def test_the_section_is_there_and_its_lab_names_the_question(question, url, lab,
 def test_every_lab_is_linked_and_every_link_of_a_lab_leads_somewhere():
     linked = set(re.findall(r"\]\((\d\d_\w+\.ipynb)\)", README))
     assert linked == {path.name for path in LABS.glob("[0-9]*.ipynb")}
-
-
-def test_what_a_notebook_shows_when_it_is_opened_again_is_explained():
-    """The words are ipywidgets', Python's and JupyterLab's: who meets them looks for them."""
-    text = " ".join(README.split())
-    assert "“Error displaying widget: model not found”: run their cells again" in text
-    assert "`NameError`" in text and "*Run → Run All Above Selected Cell*" in text

@@ -1,13 +1,9 @@
-"""Offload against the physical limit, and on a GPU against FSDP2's.
+"""Offload to files against the physical limit.
 
-    files  the update of a training whose optimizer states and parameters lie in files, against
-           reading and writing as many bytes one after the other: the same disk, blocks and order
-           of magnitude of everything, every write on the disk (fdatasync), nothing read from the
-           page cache, and more bytes than the device's memory is allowed to hold
-    gpu    where there is one: a step with everything on the host, against FSDP2 with its
-           CPUOffloadPolicy; how much of the copies hides behind compute
-
-Both sides live in the same rank and take turns.
+The update of a training whose optimizer states and parameters lie in files, against reading and
+writing as many bytes one after the other: the same disk, blocks and order of magnitude of
+everything, every write on the disk (fdatasync), nothing read from the page cache, and more bytes
+than the device's memory is allowed to hold. Both sides live in the same rank and take turns.
 """
 
 from __future__ import annotations
@@ -19,18 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pairs import row, slowest_rank, take_turns, trained_in_turn
+from pairs import row, slowest_rank, take_turns
 
 import paralab as pl
-from paralab.instruments.calibrate import gpus
 from paralab.theory.offload import link_bytes, tier_bytes
 
 MODEL = pl.ModelSpec(layers=12, hidden=384, heads=6, seq_len=64)  # 21.4 M parameters
 PLAN = pl.Plan(zero_stage=3, offload="nvme", microbatch_size=1)
 CAP = 64 * 10**6
-LARGE = pl.ModelSpec(layers=24, hidden=2048, heads=16, seq_len=1024, vocab=32000)  # 1.3 B
-ON_HOST = PLAN.replace(offload="cpu", precision="bf16", microbatch_size=4, prefetch=2,
-                       recompute="full")  # fmt: skip
 
 
 def updated_bytes() -> int:
@@ -95,13 +87,12 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
             beside.append(time.perf_counter() - began)
 
         beside: list[float] = []
-        sides = {"ours": ours, "theirs": other}
-        take_turns(sides, steps=1)
+        take_turns({"ours": ours, "theirs": other}, steps=1)
         trainer.host.close()
     return {"ours": spent[1:], "theirs": beside[1:]}  # take_turns leaves out one pair too
 
 
-def files() -> dict:
+def measure() -> list[dict]:
     held = sum(tier_bytes(MODEL, PLAN)["file"].values())
     assert held > CAP
     report = pl.run(MODEL, PLAN, steps=1, memory_limit=CAP, progress=False)
@@ -111,51 +102,4 @@ def files() -> dict:
             f"files, device's peak {report.peak_memory / 1e6:.1f} of {CAP / 1e6:.0f} MB allowed; "
             f"{2 * updated_bytes() / 1e6:.0f} MB read and written: "
             f"{rates[len(rates) // 2]:.3f} of the raw bandwidth")  # fmt: skip
-    return row("offload to files, update", "sequential read and write", ours, theirs, note)
-
-
-# ---- on a GPU -----------------------------------------------------------------------------------
-def gpu_turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
-    """Steps with parameters, gradients and optimizer states on the host, of both sides."""
-
-    def ours() -> Callable[[int], Any]:
-        from paralab.interpret.train import Trainer
-
-        return Trainer(context, LARGE, ON_HOST).step
-
-    def theirs() -> Callable[[int], Any]:
-        import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        model = pl.reference.GPT(LARGE)
-        policy = {"offload_policy": CPUOffloadPolicy(),
-                  "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}  # fmt: skip
-        for block in model.blocks:
-            fully_shard(block, **policy)
-        fully_shard(model, **policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        sizes = {"microbatch_size": ON_HOST.microbatch_size, "device": context.device}
-
-        def step(number: int) -> None:
-            optimizer.zero_grad()
-            (batch,) = pl.reference.batches(LARGE, step=number, **sizes)
-            model(*batch).backward()
-            optimizer.step()
-            torch.cuda.synchronize()
-
-        return step
-
-    return trained_in_turn({"ours": ours, "theirs": theirs}, ours_first, steps=1)
-
-
-def gpu() -> dict:
-    times = slowest_rank(gpu_turns, 1, (), device="cuda")
-    report = pl.run(LARGE, ON_HOST, steps=4, progress=False, device="cuda", timeout=600)
-    hidden = report.summary()["value"].get("of the copies hidden behind compute", float("nan"))
-    note = (f"s per step, {LARGE.num_params / 1e9:.2f} B parameters, bf16; {hidden:.0f} % of the "
-            "copies hidden")  # fmt: skip
-    return row("offload to the host, one GPU", "FSDP2 with CPUOffloadPolicy", *times, note)
-
-
-def measure() -> list[dict]:
-    return [files(), gpu()] if gpus() else [files()]
+    return [row("offload to files, update", "sequential read and write", ours, theirs, note)]

@@ -59,13 +59,13 @@ def trained_in_turn(
 
 
 def slowest_rank(
-    program: Callable[..., dict[str, list[float]]], ranks: int, args: tuple, device: str = "cpu"
+    program: Callable[..., dict[str, list[float]]], ranks: int, args: tuple
 ) -> tuple[list[float], list[float]]:
     """Turns of (ours, theirs) over fresh launches of ``program(context, ours_first, *args)``."""
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     for number in range(ROUNDS):
         task = (number % 2 == 0, *args)
-        parts = launch_program(program, ranks, task, timeout=300, device=device)
+        parts = launch_program(program, ranks, task, timeout=300, device="cpu")
         for side, seconds in times.items():
             seconds += [max(t) for t in zip(*(part[side] for part in parts), strict=True)]
     return times["ours"], times["theirs"]
