@@ -1,4 +1,5 @@
-"""Where the kit is set up by others: Binder, a dev container, Colab, and the hosted tests.
+"""Where the kit is set up by others: Binder, a dev container, and the hosted tests. Colab:
+tests/test_packaging.py.
 
 binder/ is read by repo2docker, which prints the Dockerfile without Docker. Memory is the sum of
 proportional set sizes (a page shared by n processes counts 1/n in each), sampled during a run: a
@@ -11,9 +12,6 @@ import contextlib
 import json
 import queue
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client import BlockingKernelClient
 
 from browser.server import Server, serving
@@ -34,25 +31,18 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 LIMIT_BYTES = 1e9  # mybinder.org promises 1 GB and allows 2
 
 
-@pytest.fixture(scope="module")
-def dockerfile() -> str:
+def test_the_image_has_a_python_that_paralab_accepts_and_installs_what_binder_names():
+    """The folder hides pyproject.toml; the clone must be there before its ``-e .`` is installed."""
     pytest.importorskip("repo2docker", reason="the dev extra brings jupyter-repo2docker")
     done = ran(sys.executable, "-m", "repo2docker", "--no-build", "--debug", ".", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     # It writes the Dockerfile to one stream and remarks to the other; which is its own business.
-    return done.stdout + done.stderr
-
-
-def test_the_image_has_a_python_that_paralab_accepts(dockerfile):
-    assert "Building conda environment for python=3.11" in dockerfile
-    assert "unspecified" not in dockerfile  # "Python version unspecified, using …": not by luck
-
-
-def test_the_image_installs_what_binder_names_and_paralab_itself(dockerfile):
-    """The folder hides pyproject.toml; the clone must be there before its ``-e .`` is installed."""
-    install = dockerfile.index('pip install --no-cache-dir -r "binder/requirements.txt"')
-    assert re.search(r"^COPY --chown=\S+ src/ \$\{REPO_DIR\}/$", dockerfile[:install], re.MULTILINE)
-    assert "environment.yml" not in dockerfile and not (BINDER / "environment.yml").exists()
+    said = done.stdout + done.stderr
+    assert "Building conda environment for python=3.11" in said
+    assert "unspecified" not in said  # "Python version unspecified, using …": not by luck
+    install = said.index('pip install --no-cache-dir -r "binder/requirements.txt"')
+    assert re.search(r"^COPY --chown=\S+ src/ \$\{REPO_DIR\}/$", said[:install], re.MULTILINE)
+    assert "environment.yml" not in said and not (BINDER / "environment.yml").exists()
 
 
 def test_what_is_installed_is_the_torch_of_the_makefile_without_cuda_packages():
@@ -67,7 +57,7 @@ def torch_of_the_makefile() -> str:
     return re.search(r"^TORCH \?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]
 
 
-# ---- dev container, Colab, hosted tests ----------------------------------------------------------
+# ---- dev container, hosted tests -----------------------------------------------------------------
 def test_the_dev_container_makes_the_makefiles_environment():
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
     # Binder's index, so that no CUDA packages come; and what `make lab` needs.
@@ -81,33 +71,6 @@ def test_the_dev_container_makes_the_makefiles_environment():
     assert done.returncode == 0, done.stderr
     [opened] = container["customizations"]["codespaces"]["openFiles"]
     assert (ROOT / opened).exists()
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
-def test_the_cell_for_colab_is_code_and_its_pip_line_installs_a_clone(tmp_path):
-    """A repository of what this one tracks of the package stands for its address, and what it
-    needs is there. (pip would clone this one with its history, which takes twenty seconds.)
-    """
-    there, target = tmp_path / "there", tmp_path / "target"
-    there.mkdir()
-    of_package = ["paralab", "pyproject.toml", "README.md", "LICENSE"]
-    tracked = ["git", "archive", "--output", str(tmp_path / "tracked.zip"), "HEAD", *of_package]
-    subprocess.run(tracked, cwd=ROOT, check=True, timeout=HANG_S)
-    shutil.unpack_archive(tmp_path / "tracked.zip", there)
-    own = ["git", "-c", "user.name=kit", "-c", "user.email=kit@localhost"]
-    for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message=all"]):
-        subprocess.run([*own, *words], cwd=there, check=True, timeout=HANG_S)
-    cell = (BINDER / "colab.txt").read_text()
-    compile(TransformerManager().transform_cell(cell), "the cell", "exec")
-    [line] = re.findall(r"^%pip (install .*)$", cell, re.MULTILINE)
-    assert line.endswith(" git+ADDRESS")
-    command = shlex.split(line.replace("ADDRESS", f"file://{there}"))
-    more = ["--no-deps", "--no-build-isolation", "--no-compile", f"--target={target}"]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    done = ran(*pip, *command, *more)
-    assert done.returncode == 0, done.stderr
-    assert (target / "paralab/__init__.py").exists()
-    assert list(target.glob("paralab/view/*.css")) + list(target.glob("paralab/view/*.js"))
 
 
 def test_hosted_tests_cover_two_systems_and_every_python():
@@ -154,7 +117,6 @@ def test_server_kernel_and_four_training_ranks_fit_into_one_gigabyte(tmp_path):
         client.load_connection_file(str(server.runtime / f"kernel-{kernel}.json"))
         client.start_channels()
         try:
-            client.wait_for_ready(timeout=HANG_S)
             asked, deadline = client.execute(TRAINING), time.monotonic() + HANG_S
             while time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):

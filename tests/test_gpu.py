@@ -101,12 +101,10 @@ def alone(run):
     known: dict[str, pl.Report] = {}
 
     def train(model: pl.ModelSpec, plan: pl.Plan, **settings: Any) -> pl.Report:
-        one = pl.Plan(
-            microbatches=plan.dp * plan.microbatches,
-            microbatch_size=plan.microbatch_size,
-            precision=plan.precision,
-            grad_dtype=plan.grad_dtype,
-        )
+        same = {
+            name: getattr(plan, name) for name in ("microbatch_size", "precision", "grad_dtype")
+        }
+        one = pl.Plan(microbatches=plan.dp * plan.microbatches, **same)
         key = repr((model, one, settings))
         if key not in known:
             known[key] = run(model, one, **settings)
@@ -126,9 +124,8 @@ def test_gpu_pairwise_plan_trains_what_one_rank_does(run, alone, figures, one):
     settings = {**SGD, "clip_norm": one.clip_norm}
     found = gap(alone(one.model, one.plan, **settings), run(one.model, one.plan, **settings))
     allowed = ROUNDING[one.plan.precision]
-    figures.append(
-        ("largest difference", one.name, one.plan.world_size, f"{found:.1e}", f"{allowed:.0e}")
-    )
+    ranks = one.plan.world_size
+    figures.append(("largest difference", one.name, ranks, f"{found:.1e}", f"{allowed:.0e}"))
     assert found <= allowed
 
 
@@ -203,13 +200,9 @@ def on_machines(text, tmp_path_factory):
         if n not in known:
             mine = [(name, as_plan(n, more)) for ranks, name, more in ON_MACHINES if ranks == n]
             settings = {name: value for name, value in THREE.items() if name != "device"}
-            found, said = one_gpu.reports(
-                [(EVEN, plan, settings) for _, plan in mine],
-                tmp_path_factory.mktemp("machines"),
-                data=text,
-                device=DEVICE,
-                seconds=HANG_S,
-            )
+            jobs = [(EVEN, plan, settings) for _, plan in mine]
+            how = {"data": text, "device": DEVICE, "seconds": HANG_S}
+            found, said = one_gpu.reports(jobs, tmp_path_factory.mktemp("machines"), **how)
             known[n] = {name: r for (name, _), r in zip(mine, found, strict=False)}, said
         return known[n]
 
@@ -318,15 +311,11 @@ def adds_up(group: Any) -> float:
     return ones.sum().item()
 
 
-def dies(group: Any) -> float:
+def goes_wrong(group: Any, how: str) -> float:
     import signal
 
-    if group.index == 1:
+    if group.index == 1 and how == "a kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    return adds_up(group)
-
-
-def never_comes(group: Any) -> float:
     if group.index == 1:
         threading.Event().wait()
     return adds_up(group)
@@ -337,19 +326,18 @@ def assert_the_next_call_works() -> None:
 
 
 @with_gpus(2)
-def test_gpu_rank_that_is_killed_is_named(figures):
-    with pytest.raises(pl.RankError, match="rank 1 was killed by signal 9"):
-        pl.trace(dies, ranks=2, device=DEVICE, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "seconds", "error", "said"),
+    [
+        ("a kill", 60, pl.RankError, "rank 1 was killed by signal 9"),
+        ("a hang", 10, pl.RankTimeout, "rank 0 waits in all_reduce #0 for rank 1"),
+    ],
+)
+def test_gpu_rank_that_is_lost_is_named(figures, how, seconds, error, said):
+    with pytest.raises(error, match=said):
+        pl.trace(goes_wrong, ranks=2, args=(how,), device=DEVICE, timeout=seconds)
     assert_the_next_call_works()
-    figures.append(("a kill", "", 2, "named, and the next call works", ""))
-
-
-@with_gpus(2)
-def test_gpu_hang_says_who_waits_for_whom(figures):
-    with pytest.raises(pl.RankTimeout, match="rank 0 waits in all_reduce #0 for rank 1"):
-        pl.trace(never_comes, ranks=2, device=DEVICE, timeout=10)
-    assert_the_next_call_works()
-    figures.append(("a hang", "", 2, "says who waits for whom", ""))
+    figures.append((how, "", 2, "named, and the next call works", ""))
 
 
 @with_gpus(2)
@@ -367,9 +355,7 @@ def test_gpu_gradients_equal_the_cpus(run, dp):
     settings = {"steps": 2, "optimizer": "sgd", "keep_state": True}
     on_cpu = run(MODEL, pl.Plan(microbatches=dp), device="cpu", **settings)
     on_gpu = run(MODEL, pl.Plan(dp=dp), device=DEVICE, **settings)
-    for what in ("gradients", "weights"):
-        gap, name = worst(getattr(on_cpu, what), getattr(on_gpu, what))
-        assert gap < 1e-3, name
+    assert gap(on_cpu, on_gpu) < 1e-3
     assert on_gpu.meta["backend"] == (OWN if dp <= NUM_GPUS else "gloo")
 
 
@@ -381,9 +367,8 @@ def test_gpu_spans_are_device_time_in_order(run):
     ordered = spans.sort_values("id")
     assert (ordered.start.diff().dropna() >= 0).all()
     steps = report.steps.query("step > 0")
-    assert (
-        spans.start.min() >= steps.start.min() - 1e-4 and spans.end.max() <= steps.end.max() + 1e-4
-    )
+    assert spans.start.min() >= steps.start.min() - 1e-4
+    assert spans.end.max() <= steps.end.max() + 1e-4
 
 
 @of_a_device
@@ -422,9 +407,7 @@ def test_gpu_offload_is_the_same_training(run, stage, place):
     settings = {"steps": 3, "keep_state": True, "device": DEVICE}
     plan = pl.Plan(zero_stage=stage, offload=place, microbatches=2)
     away, here = run(MODEL, plan, **settings), run(MODEL, plan.replace(offload=None), **settings)
-    for what in ("gradients", "weights"):
-        gap, name = worst(getattr(here, what), getattr(away, what))
-        assert gap < 1e-3, name
+    assert gap(here, away) < 1e-3
 
 
 @of_a_device

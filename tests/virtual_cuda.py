@@ -31,6 +31,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -804,10 +805,7 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         reduce=reduce,
     )
     messages = SimpleNamespace(
-        batch_isend_irecv=batch_isend_irecv,
-        isend=dist.isend,
-        irecv=dist.irecv,
-        P2POp=dist.P2POp,
+        batch_isend_irecv=batch_isend_irecv, isend=dist.isend, irecv=dist.irecv, P2POp=dist.P2POp
     )
     groups = SimpleNamespace(
         group=dist.group, new_group=dist.new_group, ProcessGroup=dist.ProcessGroup
@@ -919,10 +917,9 @@ class Moments(NamedTuple):
 def solve(graphs: Sequence[Sequence[Node]]) -> Moments:
     """When everything happens. Raises ValueError where ranks wait for each other in a circle."""
     first = list(itertools.accumulate((len(graph) for graph in graphs), initial=0))
-    every = [node for graph in graphs for node in graph]
-    after = [
-        [first[r] + at for at in node.after] for r, graph in enumerate(graphs) for node in graph
-    ]
+    every = [(first[r], node) for r, graph in enumerate(graphs) for node in graph]
+    after = [[base + at for at in node.after] for base, node in every]
+    queued = [[base + node.queued] * (node.queued >= 0) for base, node in every]
     head = list(range(len(every)))  # of those that start together, the one they are found by
 
     def find(at: int) -> int:
@@ -931,43 +928,28 @@ def solve(graphs: Sequence[Sequence[Node]]) -> Moments:
         return at
 
     by_key: dict[tuple, int] = {}
-    for at, node in enumerate(every):
+    for at, (_, node) in enumerate(every):
         for key in node.meets:
             head[find(at)] = find(by_key.setdefault(key, at))
     members: dict[int, list[int]] = defaultdict(list)
     for at in range(len(every)):
         members[find(at)].append(at)
-    queued = [
-        first[r] + node.queued if node.queued >= 0 else -1
-        for r, graph in enumerate(graphs)
-        for node in graph
-    ]
     needs = {
-        one: {find(b) for at in some for b in (*after[at], queued[at]) if b >= 0}
+        one: {find(b) for at in some for b in (*after[at], *queued[at])}
         for one, some in members.items()
     }
-    users: dict[int, list[int]] = defaultdict(list)
-    for one, some in needs.items():
-        for other in some:
-            users[other].append(one)
-    left = {one: len(some) for one, some in needs.items()}
-    ready = deque(one for one, count in left.items() if not count)
-    start, end, done = [0.0] * len(every), [0.0] * len(every), 0
-    while ready:
-        one = ready.popleft()
-        done += 1
+    try:
+        order = list(TopologicalSorter(needs).static_order())
+    except CycleError as circle:
+        stuck = {every[at][1].label for one in circle.args[1] for at in members[one]}
+        raise ValueError(f"ranks wait for each other in a circle: {sorted(stuck)}") from None
+    start, end = [0.0] * len(every), [0.0] * len(every)
+    for one in order:
         some = members[one]
-        begin = max((end[b] for at in some for b in after[at]), default=0.0)
-        begin = max([begin, *(start[queued[at]] for at in some if queued[at] >= 0)])
-        until = begin + max(every[at].seconds for at in some)
+        waits = [end[b] for at in some for b in after[at]]
+        begin = max([0.0, *waits, *(start[b] for at in some for b in queued[at])])
+        until = begin + max(every[at][1].seconds for at in some)
         for at in some:
             start[at], end[at] = begin, until
-        for other in users[one]:
-            left[other] -= 1
-            if not left[other]:
-                ready.append(other)
-    if done < len(members):
-        stuck = {every[at].label for one, count in left.items() if count for at in members[one]}
-        raise ValueError(f"ranks wait for each other in a circle: {sorted(stuck)}")
     cut = [slice(a, b) for a, b in itertools.pairwise(first)]
     return Moments([start[c] for c in cut], [end[c] for c in cut])

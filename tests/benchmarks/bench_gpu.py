@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,14 @@ def next_to_autograd(context: Any, name: str, form: str) -> dict[str, list[float
     return take_turns(sides, steps=MODELS[name][2], pairs=PAIRS, begin=settled, end=settled)
 
 
+def against(program: Callable[..., Any], args: tuple[str, ...], what: str, peer: str) -> dict:
+    [took] = launch_program(program, 1, args, timeout=120, device="cuda")
+    return row(what, peer, took["ours"], took["theirs"], "one GPU")
+
+
 def speed() -> list[dict]:
-    found = []
-    for name, form in cases(COMPARED):
-        [took] = launch_program(next_to_autograd, 1, (name, form), timeout=120, device="cuda")
-        found.append(row(f"step of {name}, {form}", "autograd", took["ours"], took["theirs"],
-                         "one GPU"))  # fmt: skip
-    return found
+    return [against(next_to_autograd, one, f"step of {one[0]}, {one[1]}", "autograd")
+            for one in cases(COMPARED)]  # fmt: skip
 
 
 # ---- observed ------------------------------------------------------------------------------------
@@ -217,12 +219,9 @@ def next_to_its_graph(context: Any, name: str) -> dict[str, list[float]]:
 
 
 def graphs() -> list[dict]:
-    found = []
-    for name in ("laptop", "25 M", "gpt2 padded", "300 M"):
-        [took] = launch_program(next_to_its_graph, 1, (name,), timeout=120, device="cuda")
-        found.append(row(f"step of {name}, bf16, no recorder", "one CUDA graph", took["ours"],
-                         took["theirs"], "one GPU"))  # fmt: skip
-    return found
+    said = "step of {}, bf16, no recorder"
+    return [against(next_to_its_graph, (name,), said.format(name), "one CUDA graph")
+            for name in ("laptop", "25 M", "gpt2 padded", "300 M")]  # fmt: skip
 
 
 def measure(words: list[str] | None = None) -> list[dict]:

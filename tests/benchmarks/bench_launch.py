@@ -1,21 +1,20 @@
 """What it costs to have ranks: seconds to a first all-reduce, megabytes per rank.
 
-    python tests/benchmarks/bench_launch.py
-
-first_s   no server yet: from the call to the moment the last of 4 ranks has finished an all-reduce
-warm_s    the same once the server runs: median, and the largest, of `WARM` launches
+first_s   no server yet: from the call to the moment the last of 4 ranks has finished an all-reduce;
+          at most 2 s are asked
+warm_s    the same once the server runs: median, and the largest, of `WARM` launches; asked 0.15 s
 pss_mb    proportional set size of each of 8 ranks after that all-reduce, before any model: the
-          largest; private_mb: pages that no other process shares
-note_us   one ``context.note`` of 40 characters
+          largest, asked 60; private_mb: pages that no other process shares
+note_us   one ``context.note`` of 40 characters; asked 2
 result_s  a 30 MB NumPy array from each of 2 ranks, beyond a launch that returns nothing
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import paralab as pl
 from paralab.launch import _shared_server, launch_program
 
 WARM = 20
-BARS = {"first_s": 2.0, "warm_s": 0.15, "pss_mb": 60.0, "note_us": 2.0}
 
 
 def _all_reduce() -> tuple[float, dict[str, float]]:
@@ -48,37 +46,37 @@ def _note(context: Any) -> float:
     return (time.perf_counter() - start) / 10_000 * 1e6
 
 
-def _seconds(ranks: int = 4) -> float:
-    start = time.monotonic()
-    return max(done for done, _ in pl.launch(_all_reduce, ranks=ranks)) - start
-
-
 def _array() -> np.ndarray:
     return np.ones(30 * 2**17)
 
 
-def measure() -> dict[str, float]:
+def _launched() -> float:
+    start = time.monotonic()
+    return max(done for done, _ in pl.launch(_all_reduce, ranks=4)) - start
+
+
+def figures() -> dict[str, float]:
     """All figures above; seconds, megabytes (2**20 bytes), microseconds."""
     _shared_server.close()  # so that the first launch is one
-    first = _seconds()
+    first = _launched()
     time.sleep(5)  # let the server load what it leaves for later
-    warm = [_seconds() for _ in range(WARM)]
+    warm = [_launched() for _ in range(WARM)]
     memory = [of_rank for _, of_rank in pl.launch(_all_reduce, ranks=8)]
-    start = time.monotonic()
-    pl.launch(_array, ranks=2)
-    result = time.monotonic() - start
-    start = time.monotonic()
-    pl.launch(int, ranks=2)
-    result -= time.monotonic() - start
+    with_array, without = (_seconds(lambda f=f: pl.launch(f, ranks=2)) for f in (_array, int))
     return {
         "first_s": first,
         "warm_s": statistics.median(warm),
         "warm_max_s": max(warm),
-        "pss_mb": max(of_rank["pss_mb"] for of_rank in memory),
-        "private_mb": max(of_rank["private_mb"] for of_rank in memory),
+        **{name: max(of_rank[name] for of_rank in memory) for name in memory[0]},
         "note_us": launch_program(_note, 1)[0],
-        "result_s": result,
+        "result_s": with_array - without,
     }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
 
 
 def _spawned(rank: int, ranks: int, folder: str) -> None:
@@ -93,7 +91,7 @@ def _spawned(rank: int, ranks: int, folder: str) -> None:
     Path(folder, str(rank)).write_text(repr(done))
 
 
-def _seconds_of_spawn(ranks: int = 4) -> float:
+def _by_spawn(ranks: int = 4) -> float:
     from torch.multiprocessing import spawn
 
     with tempfile.TemporaryDirectory() as folder:
@@ -102,22 +100,9 @@ def _seconds_of_spawn(ranks: int = 4) -> float:
         return max(float(Path(folder, str(r)).read_text()) for r in range(ranks)) - start
 
 
-def rows(*, pairs: int = 20) -> list[dict]:
-    """For bench.json: a warm launch against torch's own way to start ranks, in turn."""
-    figures = measure()
-    ours, theirs = [], []
-    for _ in range(pairs):
-        ours.append(_seconds())
-        theirs.append(_seconds_of_spawn())
-    said = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+def measure() -> list[dict]:
+    """A warm launch against torch's own way to start ranks, in turn."""
+    said = ", ".join(f"{name} {value:.3g}" for name, value in figures().items())
+    ours, theirs = zip(*((_launched(), _by_spawn()) for _ in range(20)), strict=True)
     note = f"s from the call to the first finished all-reduce; {said}"
     return [row("warm launch, 4 ranks", "torch.multiprocessing.spawn", ours, theirs, note)]
-
-
-if __name__ == "__main__":
-    figures = measure()
-    for name, value in figures.items():
-        bar = BARS.get(name)
-        verdict = "" if bar is None else f"  (bar {bar:g}: {'met' if value <= bar else 'MISSED'})"
-        print(f"{name:12s} {value:8.3f}{verdict}")
-    print(json.dumps(figures))

@@ -1,11 +1,10 @@
 """How long it takes to compile, interpret and draw a plan, each apart, beside what is asked.
 
     laptop     8 blocks, 8 micro-batches, 4 ranks: compile, and all four interpreters
-    explorer   a move of a slider, median of sixteen, on laptop models and on a trillion parameters
-    search     39.1 B parameters on 64 devices
-    dry run    one rank of a trillion parameters
+    explorer   a move of a slider, median of sixteen, on a trillion parameters
 
-Processor seconds of one process that has nothing else to do; the "peer" is the bar.
+Processor seconds of one process that has nothing else to do; the "peer" is the bar. What is held:
+claims.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +30,6 @@ PLANS = {
     "ZeRO-3": pl.Plan(dp=4, zero_stage=3, microbatches=8),
     "tp=2, pp=2": pl.Plan(tp=2, pp=2, microbatches=8),
 }
-TRILLION = pl.ModelSpec.preset("ptdp-1t")
 LARGE = pl.Plan(pp=64, tp=8, dp=6, microbatches=512, microbatch_size=1, precision="bf16",
                 recompute="full")  # fmt: skip
 
@@ -61,45 +58,24 @@ def laptop(name: str, plan: pl.Plan) -> dict:
     return _row(f"laptop plan, {name}", sum(parts.values()), 0.025, note)
 
 
-def explorer(name: str, bench: Any, knobs: dict[str, tuple], bar: float) -> dict:
-    """A move of one slider after the other; the first of each is not counted."""
-    spent = []
-    moves = itertools.islice(itertools.cycle(itertools.product(knobs, (0, 1))), 18)
-    for knob, at in moves:
-        began = time.process_time()
-        bench.knobs[knob].value = knobs[knob][at]
-        spent.append(time.process_time() - began)
+def explorer() -> dict:
+    a100 = pl.Cluster.preset("dgx-a100", nodes=384)
+    bench = pl.explore(pl.ModelSpec.preset("ptdp-1t"), LARGE, a100)
+    moves = itertools.cycle(("none", "full"))
+
+    def move() -> None:
+        bench.knobs["recompute"].value = next(moves)
+
+    seconds(move, 2)  # the first of each is not counted
+    spent, _ = seconds(move, 16)
     bench.close()
-    note = f"fastest {1e3 * min(spent[2:]):.0f} ms, slowest {1e3 * max(spent[2:]):.0f} ms"
-    return _row(f"explorer's move, {name}", statistics.median(spent[2:]), bar, note)
+    return _row("explorer's move, 10^12 parameters", spent, 0.150, "median of sixteen")
 
 
 def measure() -> list[dict]:
-    warnings.simplefilter("ignore")
-    made = [laptop(name, plan) for name, plan in PLANS.items()]
-    small = pl.explore(LAPTOP, pl.Plan(dp=2, pp=2, microbatches=8), HERE)
-    knobs = {"microbatches": (4, 8), "zero_stage": (1, 0), "recompute": ("full", "none")}
-    made.append(explorer("laptop", small, knobs, 0.070))
-    a100 = pl.Cluster.preset("dgx-a100", nodes=384)
-    large = pl.explore(TRILLION, LARGE, a100)
-    made.append(explorer("10^12 parameters", large, {"recompute": ("none", "full")}, 0.150))
-    model = pl.ModelSpec.preset("ptdp-39b")
-    nodes = pl.Cluster.preset("dgx-a100", nodes=8)
-    spent, _ = seconds(
-        lambda: pl.plan_search(model, nodes, global_batch=128, precision="bf16"), times=3
-    )
-    made.append(_row("search, 39.1 B on 64 devices", spent, 0.8, "median of three"))
-    spent, _ = seconds(lambda: pl.dry_run(TRILLION, LARGE, rank=1536, cluster=a100), times=3)
-    made.append(_row("dry run, one rank of 10^12 parameters", spent, 2.0, "median of three"))
-    return made
+    return [*(laptop(name, plan) for name, plan in PLANS.items()), explorer()]
 
 
 def _row(name: str, spent: float, bar: float, note: str) -> dict:
     return {"name": name, "peer": "what is asked", "paralab_s": spent, "peer_s": bar,
             "ratio": spent / bar, "note": f"processor seconds; {note}"}  # fmt: skip
-
-
-if __name__ == "__main__":
-    for r in measure():
-        print(f"{r['name']}: {1e3 * r['paralab_s']:.1f} ms, asked {1e3 * r['peer_s']:.0f}  "
-              f"{r['note']}")  # fmt: skip

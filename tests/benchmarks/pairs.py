@@ -46,6 +46,18 @@ def take_turns(
     return times
 
 
+def trained_in_turn(
+    sides: dict[str, Callable[[], Callable[[int], Any]]], ours_first: bool, *, steps: int
+) -> dict[str, list[float]]:
+    """In a rank: `take_turns` of two trainings, which are built in turn and are the same one."""
+    both = {name: sides[name]() for name in (sides if ours_first else reversed(sides))}
+    for step in range(3):
+        ours, theirs = (both[name](step) for name in sides)
+        if ours and theirs:  # of a pipeline and of tensor parallelism some ranks say no loss
+            assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3, step
+    return take_turns({name: both[name] for name in sides}, steps=steps)
+
+
 def slowest_rank(
     program: Callable[..., dict[str, list[float]]], ranks: int, args: tuple
 ) -> tuple[list[float], list[float]]:

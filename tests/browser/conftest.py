@@ -1,7 +1,8 @@
-"""One JupyterLab and one chromium for all browser tests; a picture of the page when one fails."""
+"""One JupyterLab and one chromium for all browser tests."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 ]
-OPENED, PICTURES = pytest.StashKey[list[Notebook]](), pytest.StashKey[Path]()
+OPENED = pytest.StashKey[list[Notebook]]()
 
 
 # Both live as long as this package: playwright's loop is gone before the next test needs its own.
@@ -55,21 +56,18 @@ def open_notebook(
     browser: sync_api.BrowserContext,
     server: Server,
     pages: list[Notebook],
-    tmp_path: Path,
-) -> Iterator[Callable[..., Notebook]]:
+) -> Callable[..., Notebook]:
     """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
     the cells come after it. In the JupyterLab in which the one before was: to load that takes
-    several times as long as to open a notebook. With ``alone=True`` in one that was just loaded,
-    has no code for figures yet, and is closed afterwards.
+    several times as long as to open a notebook. With ``alone=True`` in one that was just loaded
+    and has no code for figures yet.
     """
-    request.node.stash[OPENED], request.node.stash[PICTURES] = pages, tmp_path
-    left = False
+    request.node.stash[OPENED] = pages
 
     def start(
         path: Path | None = None, *, cells: list[str] | None = None, alone: bool = False
     ) -> Notebook:
-        nonlocal left
-        name, left = _placed(server, path, cells or []), alone
+        name = _placed(server, path, cells or [])
         while alone and pages:
             pages.pop().close()
         if pages:
@@ -79,9 +77,7 @@ def open_notebook(
             pages[0].open()
         return pages[0]
 
-    yield start
-    while left and pages:
-        pages.pop().close()
+    return start
 
 
 def _placed(server: Server, path: Path | None, cells: list[str]) -> str:
@@ -101,17 +97,11 @@ def _placed(server: Server, path: Path | None, cells: list[str]) -> str:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to a failed test what the page showed: a picture, and all that was wrong with it."""
+    """Add to a failed test all that was wrong with its page."""
     report = yield
-    if call.when == "call" and report.failed and item.stash.get(OPENED, []):
-        lines = []
-        for number, notebook in enumerate(item.stash[OPENED]):
-            try:
-                path = item.stash[PICTURES] / f"page-{number}.png"
-                lines.append(f"{notebook.name}: {notebook.screenshot(path)}")
-                lines += notebook.complaints()
-            except Exception as error:  # the page may be gone: the test's own failure counts
-                lines.append(f"{notebook.name}: no picture: {error!r}")
-        report.sections.append(("browser", "\n".join(lines)))
-        report.sections.append(("jupyter", item.stash[OPENED][0].server.tail()))
+    if call.when == "call" and report.failed:
+        for notebook in item.stash.get(OPENED, []):
+            with contextlib.suppress(Exception):  # the page may be gone
+                report.sections.append(("browser", "\n".join(notebook.complaints())))
+            report.sections.append(("jupyter", notebook.server.tail()))
     return report

@@ -30,13 +30,11 @@ class Notebook:
 
     wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
            anywhere but loopback
-    ran    whether any cell has been run in its kernel
     """
 
     def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
         self.server, self.name = server, name
         self.wrong: list[str] = []
-        self.ran = False
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.add_init_script(path=Path(__file__).with_name("page.js"))
@@ -84,22 +82,14 @@ class Notebook:
         self._until_ready()
 
     def turn_to(self, name: str) -> None:
-        """Leave it as it is stored, and open another one in its place.
-
-        A kernel that has run nothing is as good as a new one, and becomes that of the other one.
-        Any other is ended.
-        """
+        """Leave it as it is stored, end its kernel, and open another one in its place."""
         before, self.name = self._sessions(), name
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.ask("leave")
         self.wrong.clear()
-        if not self.ran:
-            self._move(before)
         self.ask("turnTo", name)
         self._until_ready()
-        if self.ran:
-            self._end(before)
-        self.ran = False
+        self._end(before)
         assert len(self._sessions()) == 1, f"{self.name} is not alone in having a kernel"
 
     def _until_ready(self) -> None:
@@ -113,7 +103,6 @@ class Notebook:
 
     def run_all(self, timeout: float = HANG_S) -> None:
         """Run → Run All Cells; returns when the last cell, and every figure, is there."""
-        self.ran = True
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
         self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
@@ -136,7 +125,6 @@ class Notebook:
 
         What it showed before goes first: a stored count may be the very one that it gets now.
         """
-        self.ran = True
         self.page.evaluate(
             "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
             " p.content.deselectAll(); p.content.activeCell.model.clearExecution();"
@@ -148,18 +136,15 @@ class Notebook:
             now = self.ask("stands", index)
             return now["count"] is not None and not now["waits"]
 
-        self.wait(
-            has_run,
-            timeout,
-            lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
-        )
+        def otherwise() -> str:
+            return f"cell {index} has not run: {_first_line(self.cells()[index])}"
+
+        self.wait(has_run, timeout, otherwise)
 
     def cell(self, index: int) -> Locator:
-        """Cell ``index`` on the page, with what it shows."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def write(self, index: int, source: str) -> None:
-        """Replace what is in cell ``index`` by ``source``."""
         self.ask("write", index, source)
 
     def cells(self) -> list[dict[str, Any]]:
@@ -181,15 +166,15 @@ class Notebook:
     def crowded(self, index: int, width: int) -> list[str]:
         """What cannot be read of cell ``index`` on a page this wide (see page.js, ``crowded``)."""
         self.page.set_viewport_size({"width": width, "height": HEIGHT})
-        self.page.locator(".jp-Notebook .jp-Cell").nth(index).scroll_into_view_if_needed()
+        self.cell(index).scroll_into_view_if_needed()
         deadline = time.monotonic() + FIT_S
         while (found := self.ask("crowded", index)) and time.monotonic() < deadline:
             self.page.wait_for_timeout(50)  # figures are drawn anew when their place has changed
         return found
 
-    def darken(self) -> None:
-        """JupyterLab's dark look."""
-        theme = {"theme": "JupyterLab Dark"}
+    def look(self, name: str) -> None:
+        """JupyterLab's look: "Dark" or "Light"."""
+        theme = {"theme": f"JupyterLab {name}"}
         self.page.evaluate(
             "(theme) => jupyterapp.commands.execute('apputils:change-theme', theme)", theme
         )
@@ -200,30 +185,18 @@ class Notebook:
         drawn  whether every cell has been run on this page, so that its figures must be drawn. A
                page that has only been opened shows stored pictures instead
         """
-        cells = self.cells()
-        failed = [
-            f"cell {cell['index']} ({_first_line(cell)}): {output['ename']}: {output['evalue']}"
-            for cell in cells
-            for output in cell["outputs"]
-            if output["output_type"] == "error" and "raises-exception" not in cell["tags"]
-        ]
-        stderr = [
-            f"cell {cell['index']} ({_first_line(cell)}) shows stderr: {''.join(output['text'])}"
-            for cell in cells
-            for output in cell["outputs"]
-            if output["output_type"] == "stream" and output["name"] == "stderr"
-        ]
+        said = []
+        for cell in self.cells():
+            where = f"cell {cell['index']} ({_first_line(cell)})"
+            for output in cell["outputs"]:
+                if output["output_type"] == "error" and "raises-exception" not in cell["tags"]:
+                    said.append(f"{where}: {output['ename']}: {output['evalue']}")
+                if output.get("name") == "stderr":
+                    said.append(f"{where} shows stderr: {''.join(output['text'])}")
         heard = self.page.evaluate("() => lab.said")
         dialogs = [f"a dialog covers the page: {text}" for text in self.ask("dialogs")]
         absent = self.ask("missing") if drawn else []
-        return failed + stderr + heard + dialogs + self.wrong + absent
-
-    def screenshot(self, path: Path) -> Path:
-        """A picture of the whole notebook, as high as its cells are."""
-        needed = min(16_000, max(HEIGHT, int(self.ask("height")) + 200))
-        self.page.set_viewport_size({"width": WIDTH, "height": needed})
-        self.page.screenshot(path=path)
-        return path
+        return said + heard + dialogs + self.wrong + absent
 
     def close(self) -> None:
         """Close the page and shut its kernel down."""
@@ -232,12 +205,6 @@ class Notebook:
 
     def _sessions(self) -> list[str]:
         return [session["id"] for session in self.server.request("api/sessions")]
-
-    def _move(self, sessions: list[str]) -> None:
-        """Name them after this notebook: JupyterLab takes the session of a name that there is."""
-        for session in sessions:
-            named = {"path": self.name, "name": self.name}
-            self.server.request(f"api/sessions/{session}", method="PATCH", body=named)
 
     def _end(self, sessions: list[str]) -> None:
         for session in sessions:

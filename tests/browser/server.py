@@ -25,15 +25,10 @@ import psutil
 from patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = {
-    "JUPYTER_CONFIG_DIR": "config",
-    "JUPYTER_DATA_DIR": "data",
-    "JUPYTER_RUNTIME_DIR": "runtime",
-    "JUPYTERLAB_SETTINGS_DIR": "settings",
-    "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-    "IPYTHONDIR": "ipython",
-    "MPLCONFIGDIR": "matplotlib",
-}
+FOLDERS = (
+    *("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR"),
+    *("JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR", "MPLCONFIGDIR"),
+)
 # A proxy that the environment names is not asked for loopback.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 INHERITED_NOT = ("PLOTLY_RENDERER", "PARALAB_THEME", "JUPYTER_CONFIG_PATH", "JUPYTER_PATH")
@@ -50,14 +45,14 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(16)
         self.notebooks, self.log = folder / "notebooks", folder / "server.log"
-        self.runtime = folder / FOLDERS["JUPYTER_RUNTIME_DIR"]
+        self.runtime = folder / "JUPYTER_RUNTIME_DIR"
         self.notebooks.mkdir(parents=True)
         env = {name: value for name, value in os.environ.items() if name not in INHERITED_NOT}
-        for name, sub in FOLDERS.items():
-            (folder / sub).mkdir()
-            env[name] = str(folder / sub)
+        for name in FOLDERS:
+            (folder / name).mkdir()
+            env[name] = str(folder / name)
         # The question about Jupyter news would cover the page's lower right corner.
-        quiet = folder / FOLDERS["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab/apputils-extension"
+        quiet = folder / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab/apputils-extension"
         quiet.mkdir(parents=True)
         (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])

@@ -1,46 +1,30 @@
-"""Every lab in JupyterLab as a student finds it: opened, its pictures there, nothing wrong.
+"""A lab in JupyterLab as a student finds it: opened, its pictures there, nothing wrong.
 
 Whether its stored outputs are true is nbval's to say (tests/labs/strict_nbval.py), which runs every
-cell. Here no cell is run but those that one lab's widget and exercise need.
+cell of every lab; that all have their pictures is in tests/test_labs_meta.py.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import nbformat
-import pytest
 
 from browser.bench import Bench, displayed
-from browser.notebook import Notebook
 from patience import HANG_S
 
 LABS = Path(__file__).resolve().parents[2] / "labs"
-NOTEBOOKS = set(LABS.glob("[0-9]*.ipynb"))
 DRIVEN, TWIN = LABS / "05_zero.ipynb", "bench.predict()"
 
 
-def opened_with_its_pictures(lab: Notebook) -> list[dict[str, Any]]:
-    """The cells of a lab that shows all that it stores, and complains of nothing."""
-    blank = partial(lab.ask, "blank")
-    lab.wait(lambda: not blank(), HANG_S, lambda: f"cells {blank()} do not show what they store")
-    assert lab.complaints(drawn=False) == []
-    return lab.cells()
-
-
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS - {DRIVEN}), ids=lambda path: path.stem)
-def test_a_lab_opens_with_its_pictures(open_notebook, path):
-    opened_with_its_pictures(open_notebook(path))
-
-
-def test_a_lab_s_widget_is_moved_and_its_exercise_solved(open_notebook):
+def test_a_lab_opens_its_widget_is_moved_and_its_exercise_solved(open_notebook):
     """As a student does it: a knob, the stub's verdict, an answer, the answer's verdict. A widget's
     run is in test_widgets.py.
     """
     lab = open_notebook(DRIVEN, cells=[TWIN])
-    cells = opened_with_its_pictures(lab)
+    lab.wait(lambda: not lab.ask("blank"), HANG_S, "cells do not show the pictures they store")
+    assert lab.complaints(drawn=False) == []
+    cells = lab.cells()
     *own, twin = range(len(cells))
     sources = {cell["index"]: cell["source"] for cell in cells}
     imports, *_ = (index for index in own if "import paralab as pl" in sources[index])

@@ -1,8 +1,8 @@
 """A widget by keyboard and mouse: the picture follows, a run leaves the page alive and stops.
 
 The page of that test is a busy one, where no figure begins within anywidget's two seconds: here
-they are over at once. It comes last, as JupyterLab is loaded before it and after it. On pages that
-are not busy figures are in test_explore.py and test_labs.py.
+they are over at once. It comes last, as JupyterLab is loaded for it. On pages that are not busy
+figures are in test_explore.py and test_labs.py.
 """
 
 from __future__ import annotations
@@ -28,57 +28,41 @@ OVER = """() => {
 }"""
 
 
-def test_what_a_question_says_can_be_read_on_a_narrow_page(open_notebook):
-    """Also where it was not answered: then it says that the answer is out."""
-    asks = 'guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
+def test_what_is_shown_can_be_read_on_pages_of_any_width(open_notebook):
+    """A figure also when it is shown again, where plotly's code is loaded and it is drawn before it
+    has its place; a legend of two rows on a narrow page is one of one row on a wide one after it. A
+    table is scrolled; words in bars that are too narrow for them are left out. A question also says
+    that its answer is out.
+    """
+    moved = "knobs = pl.view.widgets.memory()\nknobs.set(recipe='fp32')\nknobs"
+    parts = "{'parameters': 9.9e6, 'gradients': 9.9e6, 'buffers': 80e6}"
+    chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
+    asks = 'pl.exercises.guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
+    questions = [f"{name} = {asks}\n{name}" for name in ("fresh", "out", "said")]
     notebook = open_notebook(
-        cells=[
-            "import paralab as pl",
-            f"fresh = pl.exercises.{asks}\nfresh",
-            f"out = pl.exercises.{asks}\nout",
-            f"said = pl.exercises.{asks}\nsaid",
-            "out.reveal(16), said.commit(12)",
-        ]
-    )
+        cells=[f"import paralab as pl\n{OFFLOAD}", moved, "pl.view.widgets.zero()", chart,
+               *questions, "out.reveal(16), said.commit(12)"]
+    )  # fmt: skip
     notebook.run_all()
-    out = notebook.cell(2).get_by_text(
-        "the answer has been shown: run the question's cell again to guess"
-    )
+    notebook.run_cell(1)
+    assert notebook.crowded(1, 1280) == []
+    assert [notebook.crowded(0, width) for width in (1280, 1000, 1280)] == [[], [], []]
+    assert notebook.crowded(2, 720) == []
+    words = notebook.cell(3).get_by_text("9.9 MB", exact=True).filter(visible=True)
+    assert notebook.crowded(3, 1280) == [] and words.count() == 2
+    assert notebook.crowded(3, 600) == []
+
+    told = "the answer has been shown: run the question's cell again to guess"
+    out = notebook.cell(5).get_by_text(told)
     notebook.wait(out.count, ANSWER_S, "the question does not say that the answer is out")
 
     def cut() -> list[str]:
-        found = [one for cell in (1, 2, 3) for one in notebook.ask("crowded", cell)]
+        found = [one for cell in (4, 5, 6) for one in notebook.ask("crowded", cell)]
         return [one for one in found if "unused" not in one]  # it is no figure
 
     for width in (1000, 1280):
         notebook.page.set_viewport_size({"width": width, "height": HEIGHT})
         notebook.wait(lambda: not cut(), FIT_S / 6, cut)
-
-
-def test_a_figure_fits_its_place_when_it_is_shown_again_and_after_a_narrow_page(open_notebook):
-    """Where plotly's code is loaded a figure is drawn before it has its place, and updated at once;
-    and a legend of two rows on a narrow page is one of one row again on a wide one.
-    """
-    moved = "knobs = pl.view.widgets.memory()\nknobs.set(recipe='fp32')\nknobs"
-    notebook = open_notebook(cells=[f"import paralab as pl\n{OFFLOAD}", moved])
-    notebook.run_all()
-    notebook.run_cell(1)
-    assert notebook.crowded(1, 1280) == []
-    assert [notebook.crowded(0, width) for width in (1280, 1000, 1280)] == [[], [], []]
-
-
-def test_what_is_wider_than_its_place_on_a_page_is_scrolled_or_left_out(open_notebook):
-    """A table is scrolled; words in bars that are too narrow for them are left out, and fit on a
-    page of the usual width. A plain figure is drawn by JupyterLab itself.
-    """
-    parts = "{'parameters': 9.9e6, 'gradients': 9.9e6, 'buffers': 80e6}"
-    chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
-    notebook = open_notebook(cells=["import paralab as pl\npl.view.widgets.zero()", chart])
-    notebook.run_all()
-    assert notebook.crowded(0, 720) == []
-    words = notebook.cell(1).get_by_text("9.9 MB", exact=True).filter(visible=True)
-    assert notebook.crowded(1, 1280) == [] and words.count() == 2
-    assert notebook.crowded(1, 600) == []
 
 
 def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):

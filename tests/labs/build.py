@@ -2,7 +2,6 @@
 
     python tests/labs/build.py                    every lab
     python tests/labs/build.py 01_collectives     one of them
-    python tests/labs/build.py --check            run all, write nothing, say what is no longer true
 
 A source src/NN_name.py makes labs/NN_name.ipynb, the student's notebook. If anything in it is
 marked as a solution, it makes labs/solutions/NN_name.ipynb too. Four marks:
@@ -24,8 +23,7 @@ names the cell.
 Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
 from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every
 plotly figure and every widget is stored with a picture of itself, which is what GitHub and
-nbconvert show; drawing it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and
-needs none.
+nbconvert show; drawing it needs chromium. What is no longer true `make nbval` says.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ import base64
 import hashlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,7 +43,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
-from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from browser import chromium
+from lab_outputs import PLOTLY, PNG, WIDGET
 from paralab.exercises.sources import ANSWERS, solution, student
 from paralab.view import widget_picture
 from widget_png import drawn as drawn_widget
@@ -154,46 +154,6 @@ def _portable(line: str) -> str:
     return line
 
 
-def differences(stored: NotebookNode, fresh: NotebookNode) -> list[str]:
-    """What a fresh run contradicts in a stored notebook, one sentence each."""
-    found = []
-    if stored.metadata != fresh.metadata:
-        found.append("the notebook's metadata differs")
-    if [cell.id for cell in stored.cells] != [cell.id for cell in fresh.cells]:
-        return [*found, "its cells are not those of its source"]
-    for number, (old, new) in enumerate(zip(stored.cells, fresh.cells, strict=True)):
-        where = f"cell {number} ({old.source.splitlines()[0][:50] if old.source else 'empty'})"
-        same = all(old.get(k) == new.get(k) for k in ("source", "metadata", "execution_count"))
-        if not same:
-            found.append(f"{where}: source, metadata or order of execution differs")
-        if old.cell_type != "code":
-            continue
-        form = structure if is_measured(old) else canonical
-        if kinds(old.outputs) != kinds(new.outputs) or form(old.outputs) != form(new.outputs):
-            found.append(f"{where}: outputs differ")
-        shown = [output.data for output in old.outputs if PLOTLY in output.get("data", {})]
-        if any(PNG not in data for data in shown):
-            found.append(f"{where}: a figure is stored without its picture")
-    return found
-
-
-def picture_trouble() -> str | None:
-    """Why no picture can be drawn here, or None. In a process of its own: a browser can hang."""
-    code = (
-        "import plotly.graph_objects as go; assert go.Figure().to_image('png')[:4] == b'\\x89PNG'"
-    )
-    try:
-        probe = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        )
-    except subprocess.TimeoutExpired:
-        return "drawing an empty figure took more than 60 s"
-    if probe.returncode == 0:
-        return None
-    lines = [line.strip() for line in probe.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit status {probe.returncode}"
-
-
 def build(source: Path, target: Path, *, solved: bool = False, pictures: bool = True) -> None:
     """Write the executed notebook of ``source`` to ``target``, at once or not at all."""
     target.parent.mkdir(exist_ok=True)
@@ -213,56 +173,35 @@ def keep_readme_picture(lab: Path) -> None:
         README_PICTURE.write_bytes(base64.b64decode(pictures[0]))
 
 
-def check(source: Path, target: Path, *, solved: bool = False) -> list[str]:
-    """What building ``source`` now would change in ``target``, beyond pixels and clock readings."""
-    if not target.exists():
-        return [f"{target.name} does not exist; build it with `make labs`"]
-    stored = nbformat.read(target, as_version=4)
-    fresh = execute(cells_of(source, solved=solved), target.parent, pictures=False)
-    return differences(stored, fresh)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the notebooks of labs/.")
     parser.add_argument("labs", nargs="*", metavar="LAB", help="e.g. 00_one_device; default: all")
-    parser.add_argument("--check", action="store_true", help="run, write nothing, report changes")
     chosen = parser.parse_args(arguments)
     sources = {path.stem: path for path in sorted(SOURCES.glob("[0-9]*.py"))}
     for name in chosen.labs:
         if name not in sources:
             parser.error(f"LAB={name!r}: no such script; legal: {', '.join(sources) or 'none yet'}")
     wanted = chosen.labs or list(sources)
-    if not chosen.check and (trouble := picture_trouble()):
-        print(
-            "A lab's figures are stored with a picture of each, and none can be drawn here:\n"
-            f"  {trouble}\n"
-            "Install chromium (Debian, Ubuntu: sudo apt install chromium), or set BROWSER_PATH to "
-            "a Chrome you have.",
-            file=sys.stderr,
-        )
+    if (browser := chromium.find()) is None:
+        print(chromium.ADVICE.format(python=sys.executable), file=sys.stderr)
         return 1
-    return 1 if sum(_trouble(name, sources[name], chosen.check) for name in wanted) else 0
+    os.environ["BROWSER_PATH"] = browser  # what draws the pictures reads this
+    return 1 if sum(_trouble(name, sources[name]) for name in wanted) else 0
 
 
-def _trouble(name: str, source: Path, checking: bool) -> int:
-    """Build or check every notebook of one source; how many went wrong."""
-    wrong = 0
+def _trouble(name: str, source: Path) -> int:
+    """Build every notebook of one source; how many went wrong."""
     try:
         for target, solved in notebooks_of(source).items():
-            shown = str(target.relative_to(LABS).with_suffix(""))
-            if checking:
-                found = check(source, target, solved=solved)
-                print("\n  ".join([f"{shown}: {'differs' if found else 'the same'}", *found]))
-                wrong += bool(found)
-                continue
             build(source, target, solved=solved)
             if not solved:
                 keep_readme_picture(target)
+            shown = target.relative_to(LABS).with_suffix("")
             print(f"{shown}: {target.stat().st_size / 1000:.0f} kB", flush=True)
     except (CellExecutionError, DeadKernelError, ValueError) as error:
         print(f"{name}: {_first_lines(error)}", file=sys.stderr)
-        wrong += 1
-    return wrong
+        return 1
+    return 0
 
 
 def _first_lines(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""What "the same output" means for a lab: one definition for the builder and for the tests.
+"""What "the same output" means for a lab: as nbval compares them.
 
 Two runs of a lab agree when every cell shows the same things in the same order. What a run may
 change without changing what a learner sees is removed first: plotly's random ``uid``, its
