@@ -31,7 +31,7 @@ from paralab.ranks import lookout
 from paralab.spec.tiers import Offload
 from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
-from virtual_runs import COMPUTE, Job, Lasts, on_virtual, share, virtual, virtuals
+from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
 
 MODEL = pl.ModelSpec(layers=8, hidden=16, heads=2, seq_len=8)
 SMALL = MODEL.replace(layers=2)
@@ -106,8 +106,17 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
     assert set(report.collectives["phase"]) == {"data", "setup"}
 
 
-SLOW = Lasts(forward=1.0, half=1.0, message=0.05)
-PIPELINES = [("gpipe", 8), ("1f1b", 8), ("interleaved", 8), ("zb-h1", 8), ("interleaved", 16)]
+SCHEDULES = {
+    "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
+    "1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
+    "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
+    "zb-h1": lambda p, m, v: (p - 1) / (3 * m + p - 1),
+}
+
+
+PROMPT, SLOW = Lasts(forward=1.0, half=1.0), Lasts(forward=1.0, half=1.0, message=0.05)
+PIPELINES = [*((schedule, 8, lasts) for schedule in SCHEDULES for lasts in (PROMPT, SLOW)),
+             ("interleaved", 16, SLOW)]  # fmt: skip
 
 
 def pipeline(schedule: str, m: int) -> pl.Plan:
@@ -115,7 +124,22 @@ def pipeline(schedule: str, m: int) -> pl.Plan:
     return pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
 
 
-def test_virtual_pipelines_take_as_long_as_predicted(monkeypatch):
+@pytest.fixture(scope="module")
+def pipelines() -> dict[tuple, Found]:
+    """All PIPELINES, in one launch."""
+    jobs = [Job(MODEL, pipeline(schedule, m), lasts) for schedule, m, lasts in PIPELINES]
+    return dict(zip(PIPELINES, virtuals(jobs), strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule):
+    found, v = pipelines[schedule, 8, PROMPT], pipeline(schedule, 8).virtual_stages
+    assert found.wrong == []
+    assert found.bubble == pytest.approx(SCHEDULES[schedule](4, 8, v), abs=0.005)
+
+
+@pytest.mark.parametrize(("schedule", "m"), [one[:2] for one in PIPELINES if one[2] is SLOW])
+def test_virtual_pipelines_take_as_long_as_predicted(pipelines, schedule, m, monkeypatch):
     plain = Costs.of
     monkeypatch.setattr(
         Costs, "of",
@@ -124,13 +148,11 @@ def test_virtual_pipelines_take_as_long_as_predicted(monkeypatch):
     )  # fmt: skip
     link = pl.Link(alpha=SLOW.message, bandwidth=1e30)
     cluster = pl.Cluster(devices_per_node=4, flops=1e30, memory_bandwidth=1e30, intra=link)
-    plans = [pipeline(*one) for one in PIPELINES]
-    every = virtuals([Job(MODEL, plan, SLOW) for plan in plans])
-    for plan, found in zip(plans, every, strict=True):
-        expected = time(compiled(MODEL, plan, optimizer="sgd"), cluster).seconds
-        assert found.wrong == []
-        assert found.bubble == pytest.approx(1 - 3.0 * plan.microbatches / expected, abs=0.005)
-    assert found.bubble <= 0.1055  # of the last one
+    expected = time(compiled(MODEL, pipeline(schedule, m), optimizer="sgd"), cluster).seconds
+    found = pipelines[schedule, m, SLOW]
+    assert found.bubble == pytest.approx(1 - 3.0 * m / expected, abs=0.005)
+    if (schedule, m) == ("interleaved", 16):
+        assert found.bubble <= 0.1055
 
 
 def hidden(change: Callable | None = None) -> float:
@@ -354,6 +376,15 @@ def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
                 thread.join()
 
     launch_program(ends, 2, (), device="cpu", timeout=30)
+
+
+def test_virtual_device_refuses_what_it_does_not_model():
+    def asks(context):
+        virtual_cuda.install(context.rank)
+        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
+            torch.cuda.mem_get_info()
+
+    launch_program(asks, 1, (), device="cpu", timeout=30)
 
 
 def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
