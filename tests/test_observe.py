@@ -104,9 +104,8 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "data parallelism" in answers["Do the bytes agree with theory?"]
     assert "4 (n−1)/n Ψ" in answers["Do the bytes agree with theory?"]
     once = "Are gradients reduced once, or for every micro-batch?"
-    assert (
-        answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
-    )
+    assert answers[once].startswith("For every one of 2 micro-batches")
+    assert "no_sync" in answers[once]
     assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
@@ -114,59 +113,8 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert kept[once].startswith("Ψ is reduced per step, which has 2 backward passes")
 
 
-def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():
-    """Of a pipeline, the first stage and the last add up the gradients of the tied embedding."""
-    model, plan = pl.ModelSpec.preset("laptop"), pl.Plan(pp=4, microbatches=4)
-    said = str(pl.predict(model, plan, pl.Cluster.preset("dgx-a100")).explain())
-    assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
-    assert "of 65,536 B; a rank sends 0.393 MB" in said
-
-
-def averaged_by_hand():
-    layer = torch.nn.Linear(64, 64)
-    for _ in range(3):
-        layer(torch.randn(8, 64)).sum().backward()
-        for parameter in layer.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.data -= 0.1 * parameter.grad
-            parameter.grad = None
-        pl.step()
-
-
-def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism():
-    answers = pl.observe(averaged_by_hand, 2, steps="marked", timeout=60).explain()
-    said = answers["Do the bytes agree with theory?"]
-    assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
-
-
-def sums_and_sends():
-    numbers = torch.ones(1000)
-    dist.all_reduce(numbers)
-    if dist.get_rank() == 0:
-        dist.send(numbers, 1)
-    else:
-        dist.recv(numbers, 0)
-
-
-def test_a_program_without_a_model_may_send_after_it_has_summed():
-    report = pl.observe(sums_and_sends, 2, timeout=60)
-    assert report.traffic()["bytes"].tolist() == [4000 + 4000, 4000]
-
-
-def compiled():
-    layer = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    trained(torch.compile(layer, backend="eager", fullgraph=True), 8, update=optimizer)
-    return torch._dynamo.explain(layer)(torch.randn(4, 8)).graph_break_count
-
-
-def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
-    report = pl.observe(compiled, 1, memory_steps=0, timeout=60)
-    assert report.results == [0] and set(report.spans["kind"]) >= {"forward", "backward"}
-
-
 def compiles():
-    """How many graphs there are after each step."""
+    """How many graphs there are after each step. A break would make two of one."""
     graphs, layer = [], torch.nn.Linear(8, 8)
 
     def backend(graph, inputs):
@@ -187,14 +135,14 @@ def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_af
     assert ("What a compiled program holds" in said) == (memory_steps > 0)
 
 
-def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
-    model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
-    plan = pl.Plan(pp=2, microbatches=2000)
-    found = pl.predict(model, plan, NODES, steps=1)
-    answers = found.explain()
+def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothing_unknown():
+    """Of a pipeline, the first stage and the last add up the gradients of the tied embedding."""
+    plan = pl.Plan(pp=4, microbatches=4)
+    answers = pl.predict(pl.ModelSpec.preset("laptop"), plan, NODES, steps=1).explain()
     assert "pl.compare" in answers["Do the bytes agree with theory?"]
     assert "What is not known?" not in answers
-    assert " × " not in answers["Which collectives does a step make, of what sizes?"]
+    said = answers["Which collectives does a step make, of what sizes?"]
+    assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
 
 
 def fsdp(reshard):
@@ -291,50 +239,6 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert held["other"] <= 0.02 * held["total"]
 
 
-def toy(watched):
-    """The model of torch's first DDP tutorial. Watched by torch's profiler: bytes at its peak."""
-    from test_memory import profiled_peak
-
-    torch.set_num_threads(1)
-    layers = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
-    model = nn.parallel.DistributedDataParallel(layers)
-    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), torch.randn(20, 10)
-
-    def step():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(data), torch.randn(20, 5)).backward()
-        optimizer.step()
-
-    for _ in range(3):
-        most = profiled_peak(step) if watched else step()
-    held = data.nbytes + 3 * sum(p.nbytes for p in model.parameters())  # gradients, buckets
-    return held + (most or 0)
-
-
-def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
-    """In the last step. In the first, a thread of gloo's may hold the flat message with which DDP
-    sends the parameters as late as in backward, on a machine that is busy.
-    """
-    held = pl.observe(toy, 2, (False,), timeout=60, memory_steps=3).memory
-    peak = held[held["step"] == 2].groupby(["rank", "time"])["bytes"].sum().max()
-    assert peak == pytest.approx(pl.launch(toy, 2, (True,))[0], rel=0.01)
-
-
-def on_data():
-    data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for row in data[:2]:
-        model(row.clone()).sum().backward()
-        optimizer.step()
-
-
-def test_explain_says_what_other_is_where_it_is_much(report):
-    asked = "What does the peak of memory consist of?"
-    assert "a data set" not in report.explain()[asked]
-    said = pl.observe(on_data, 1).explain()[asked]
-    assert "other 0.16 MB" in said and said.endswith("batches, a data set, losses.")
-
-
 # ---- steps ------------------------------------------------------------------------------------
 def two_in_turn():
     made = [nn.Linear(4, 4) for _ in range(2)]
@@ -376,7 +280,7 @@ def one_after_the_other():
     return made[0].weight.nbytes
 
 
-@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+@pytest.mark.parametrize("memory_steps", [0, 2])
 def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps):
     report = pl.observe(one_after_the_other, 2, memory_steps=memory_steps)
     size, steps = report.results[0], list(range(5))
@@ -445,23 +349,8 @@ def test_hooks_of_the_program_stay_when_the_ledger_goes():
     assert [packs] == pl.launch(hooked, 1) and len(set(packs)) == 1
 
 
-def one_knows_the_loss():
-    parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer, losses = torch.optim.SGD([parameter], lr=0.1), []
-    for _ in range(2):
-        parameter.sum().backward()
-        dist.all_reduce(parameter.grad)
-        optimizer.step()
-        losses.append(1.0)
-    return losses if dist.get_rank() == 1 else None
-
-
-def test_losses_are_those_of_the_ranks_that_return_some():
-    assert pl.observe(one_knows_the_loss, 2).losses == [1.0, 1.0]
-
-
 def shuffles():
-    """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all."""
+    """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all. Rank 1 alone has losses."""
     gives, gets = ([400, 100], [400, 100]) if dist.get_rank() == 0 else ([100, 100], [100, 100])
     parameter = torch.nn.Parameter(torch.ones(sum(gives)))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -469,15 +358,16 @@ def shuffles():
         parameter.sum().backward()
         dist.all_to_all_single(torch.empty(sum(gets)), parameter.grad, gets, gives)
         optimizer.step()
+    return [1.0, 1.0] if dist.get_rank() == 1 else None
 
 
-def test_an_all_to_all_of_unequal_parts_is_its_messages_on_every_rank():
+def test_an_all_to_all_of_unequal_parts_is_its_messages_and_losses_are_of_those_that_have_some():
     report = pl.observe(shuffles, 2)
+    assert report.losses == [1.0, 1.0]
     assert set(report.collectives["op"]) == {"send", "recv"}
     assert set(report.collectives["payload_bytes"]) == {400}
     assert report.replay(NODES).step_time > 0
-    said = " ".join(str(report.explain()).split())
-    assert "an exchange of unequal parts" in said
+    assert "an exchange of unequal parts" in " ".join(str(report.explain()).split())
 
 
 # ---- failures ---------------------------------------------------------------------------------
@@ -689,9 +579,7 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(
-        ValueError, match="out='occupied': the folder cannot be created: File exists"
-    ):
+    with pytest.raises(ValueError, match="out='occupied': the folder cannot be created"):
         cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
     with pytest.raises(SystemExit):
         cli.main(["observe", "--ranks", "2", "train.py", "1"])
