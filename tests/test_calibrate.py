@@ -10,8 +10,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.instruments import calibrate, processors
@@ -57,34 +55,6 @@ def measurements(monkeypatch, tmp_path):
 
 
 # ---- fits -----------------------------------------------------------------------------------
-rates = st.floats(1e-12, 1e-3)
-few = settings(max_examples=30)  # each takes 5 ms or more
-
-
-@few
-@given(alpha=rates, per_byte=rates)
-def test_a_link_fit_recovers_alpha_and_bandwidth(alpha, per_byte):
-    true = pl.Link(alpha=alpha, bandwidth=1 / per_byte)
-    points = [{"wire_bytes": 4**k, "seconds": true.seconds(4**k)} for k in range(2, 13)]
-    link, accuracy = fit.fit_link(points)
-    assert accuracy["worst"] < 1e-6
-    for point in points:
-        assert link.seconds(point["wire_bytes"]) == pytest.approx(point["seconds"], rel=1e-6)
-
-
-@few
-@given(st.tuples(rates, rates, rates))
-def test_a_device_fit_recovers_its_three_rates(true):
-    terms = [(1e9, 1e6, 50), (1e7, 4e6, 90), (5e8, 9e7, 10), (2e6, 3e4, 70), (8e9, 1e8, 400)]
-    points = [
-        dict(zip(("flops", "bytes", "kernels"), t, strict=True))
-        | {"seconds": sum(a * b for a, b in zip(t, true, strict=True))}
-        for t in terms
-    ]
-    _, accuracy = fit.fit_device(points)
-    assert accuracy["worst"] < 1e-6
-
-
 @pytest.mark.parametrize("half", [0.0, 1.0, 300.0])
 def test_products_say_their_rate_and_at_how_many_tokens_they_reach_half_of_it(half):
     points = [
