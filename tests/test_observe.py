@@ -23,21 +23,11 @@ from stated import NODES
 from trainings import sharded, trained
 
 
-def ddp(steps, microbatches, accumulate=False):
-    torch.manual_seed(0)
+def ddp(steps, backwards):
     layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     model = DistributedDataParallel(layers)
-    optimizer, losses = torch.optim.AdamW(model.parameters()), []
-    for _ in range(steps):
-        for k in range(microbatches):
-            silent = accumulate and k < microbatches - 1
-            with model.no_sync() if silent else contextlib.nullcontext():
-                loss = nn.functional.mse_loss(model(torch.randn(64, 256)), torch.zeros(64, 256))
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    update, x = torch.optim.AdamW(model.parameters()), torch.randn(64, 256)
+    return trained(model, x, update=update, steps=steps, backwards=backwards)
 
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)
@@ -109,8 +99,6 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
-    kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
-    assert kept[once].startswith("Ψ is reduced per step, which has 2 backward passes")
 
 
 def compiles():
@@ -143,22 +131,6 @@ def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothin
     assert "What is not known?" not in answers
     said = answers["Which collectives does a step make, of what sizes?"]
     assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
-
-
-def fsdp(reshard):
-    blocks = [nn.Sequential(nn.Linear(512, 512)) for _ in range(3)]
-    model = nn.Sequential(*blocks, nn.Linear(512, 3))
-    sharded(model[:3], reshard_after_forward=reshard)
-    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
-def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
-    answers = pl.observe(fsdp, 2, (reshard,), timeout=60).explain()
-    form = answers["Do the bytes agree with theory?"]
-    assert "FSDP, ZeRO-3" in form and ("again for every backward" in form) == reshard
-    assert "3.weight" in answers["Which parameters are not sharded?"]
-    assert f": {times} (n−1)/n Ψ" in form
 
 
 def fsdp_ahead(how):

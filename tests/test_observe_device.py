@@ -98,14 +98,6 @@ def training(to, how="plain"):
     return losses
 
 
-def on_the_cpu():
-    return training(torch.float32)
-
-
-def on_the_gpu(how):
-    return training(torch.float64, how)
-
-
 def beside(report: pl.Report) -> Any:
     """Seconds of each span that computes which are not its cost."""
     spans = report.spans[report.spans["kind"].isin(["forward", "backward", "optimizer"])]
@@ -114,21 +106,21 @@ def beside(report: pl.Report) -> Any:
 
 # ---- whose device --------------------------------------------------------------------------------
 def test_a_program_of_the_cpu_is_one_where_there_are_gpus_too():
-    report = observed(on_the_cpu, ranks=2)
+    report = observed(training, torch.float32, ranks=2)
     assert report.meta["device"] == "cpu" and report.meta["backend"] == "gloo"
     held = report.peaks()["measured"]
     assert held["parameters"] == held["gradients"] == PSI
     assert held["optimizer"] == 2 * PSI + STEP_COUNTS
     assert set(report.memory["step"]) == {0, 1} and not len(report.allocator)
     assert beside(report).max() > 0  # a processor's time is not the wall's
-    plain = pl.observe(on_the_cpu, 2, timeout=60)
+    plain = pl.observe(training, 2, (torch.float32,), timeout=60)
     assert plain.meta["device"] == "cpu" and plain.meta["backend"] == "gloo"
     assert plain.peaks()["measured"].to_dict() == held.to_dict()
 
 
 @pytest.mark.parametrize("how", ["plain", "parallel", "tried before"])
 def test_a_model_that_is_moved_to_the_gpu_makes_it_a_program_of_the_gpu(how):
-    report = observed(on_the_gpu, how, ranks=2)
+    report = observed(training, torch.float64, how, ranks=2)
     assert report.meta["device"] == "cuda:0"
     most = report.memory.groupby("category")["bytes"].max()
     assert most["parameters"] == most["gradients"] == 2 * PSI

@@ -111,20 +111,15 @@ if __name__ == "__main__":
 # ---- threads -----------------------------------------------------------------------------------
 def sums_on_a_thread():
     """A thread sums numbers while the first one trains alone."""
-    group, model = dist.new_group(group_desc="metrics"), layers(6, 512)
-    update, x = torch.optim.SGD(model.parameters(), 0.01), torch.randn(256, 512)
+    group = dist.new_group(group_desc="metrics")
 
     def sums():
         for _ in range(150):
             dist.all_reduce(torch.ones(20_000), group=group)
 
     thread = threading.Thread(target=sums)
-    for number in range(7):
-        if number == 1:
-            thread.start()
-        model(x).square().mean().backward()
-        update.step()
-        update.zero_grad()
+    x = torch.randn(256, 512)
+    trained(layers(6, 512), x, steps=7, behind=lambda: thread.ident or thread.start())
     thread.join()
 
 
@@ -197,20 +192,16 @@ def unequal_steps():
 def beside_ddp(what):
     from torch.distributed import _functional_collectives as functional
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(512, 512)
-
+    class Net(nn.Linear):
         def forward(self, x):
-            y = self.layer(x)
+            y = super().forward(x)
             if what == "a statistic":
                 dist.all_reduce(y.detach().mean(0)[:8].contiguous())
             if what == "features":  # as of a contrastive loss
                 y = functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD)
             return y
 
-    trained(ddp(Net()), 512, backwards=2)
+    trained(ddp(Net(512, 512)), 512, backwards=2)
 
 
 def first_stage_by_hand():
@@ -241,6 +232,12 @@ def one_column_parallel_layer():
 
 def gathered_again_in_pairs():
     trained(sharded(layers(3), reshard_after_forward=2), 256)
+
+
+def fsdp(reshard):
+    model = nn.Sequential(*layers(3, 512), nn.Linear(512, 3))
+    sharded(model[:3], reshard_after_forward=reshard)
+    trained(model, 512)
 
 
 def on_two_axes(column, row):
@@ -286,18 +283,16 @@ def several_gradients_of_one_input():
             y.register_hook(summed)
         return y
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(128, 64, bias=False) for _ in range(3))
-            self.out = nn.Linear(64, 128, bias=False)
-
+    class Attention(nn.ModuleList):
         def forward(self, x):
-            q, k, v = (part(copy(x)) for part in self.parts)
-            dist.all_reduce((y := self.out(q * k + v)).data)
+            *parts, out = self
+            q, k, v = (part(copy(x)) for part in parts)
+            dist.all_reduce((y := out(q * k + v)).data)
             return x + y
 
-    trained(nn.Sequential(*(Attention() for _ in range(4))), torch.ones(64, 128), backwards=2)
+    sizes = [(128, 64)] * 3 + [(64, 128)]
+    made = [Attention(nn.Linear(*size, bias=False) for size in sizes) for _ in range(4)]
+    trained(nn.Sequential(*made), torch.ones(64, 128), backwards=2)
 
 
 def sums_gradients(model, x, **how):
@@ -420,6 +415,12 @@ SAID = {
     (gathers_what_it_updates,): (2, {TIMES: (TWO,), FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
         "parameters: 3 (n−1)/n Ψ = 0.786 MB",)}),
+    (fsdp, True): (2, {
+        FORM: ("FSDP, ZeRO-3", "again for every backward", ": 3 (n−1)/n Ψ"),
+        "Which parameters are not sharded?": ("3.weight",)}),
+    (fsdp, False): (2, {
+        FORM: ("FSDP, ZeRO-3", "kept for backward", ": 2 (n−1)/n Ψ"),
+        "Which parameters are not sharded?": ("3.weight",)}),
     (two_layers_frozen,): (2, {FORM: ("(n−1)/n times 0.526 MB of frozen parameters",)}),
     (the_first_fsdp,): (2, {FORM: ("so Ψ is not known",), TIMES: None}),
     (sums_a_statistic,): (2, {TIMES: None}),
