@@ -64,7 +64,9 @@ def test_a_traced_function_is_a_measured_report_of_one_step(report):
     assert repr(report) == "Report(measured, pass_on on 4 ranks, 1 collective, 4 messages)"
     assert report.meta["function"] == "pass_on" and report.meta["nodes"] == [0, 0, 1, 1]
     assert report.step_time > 0 and "step time" in report.summary().index
-    assert report.bubbles()[["formula", "simulated"]].isna().all(axis=None)  # it has no schedule
+    shares = report.bubbles()  # it has no schedule, and no forward either
+    assert shares[["formula", "simulated"]].isna().all(axis=None)
+    assert shares.loc["bubble"].isna().all()
 
 
 def test_every_byte_of_the_function_is_data_and_has_its_level(report):
