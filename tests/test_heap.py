@@ -1,13 +1,14 @@
 """Fragmentation on the storages of a real step: what is free, and what of it is in one piece."""
 
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.instruments import heap
+from paralab.instruments import heap, memory
 from paralab.instruments.heap import Storage
+from paralab.launch import launch_program
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 KB = 1024
@@ -49,6 +50,21 @@ def test_a_step_gives_back_all_but_the_model_states_the_mask_and_the_loss(found)
         "workspace": 4,  # the loss, which is read when the step is over
     }
     assert all(0 <= storage.born < storage.died for storage in found)
+
+
+def watched_backwards(context, model, plan):
+    """In a rank whose Python lets go of what dies at one moment in the opposite order."""
+
+    class Backwards(deque):
+        append = deque.appendleft
+
+    memory.deque = Backwards
+    return heap._watch(context, model, plan)
+
+
+def test_what_dies_at_one_moment_is_in_an_order_that_no_version_of_python_decides(found):
+    [rows] = launch_program(watched_backwards, 1, (MODEL, pl.Plan(microbatch_size=2)), device="cpu")
+    assert [Storage(*row) for row in rows] == found
 
 
 def test_alive_is_the_ledgers_peak(found, run):

@@ -101,6 +101,23 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "gloo does not report it" in answers["What is not known?"]
 
 
+def averaged_by_hand():
+    layer = torch.nn.Linear(64, 64)
+    for _ in range(3):
+        layer(torch.randn(8, 64)).sum().backward()
+        for parameter in layer.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+        pl.step()
+
+
+def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism():
+    answers = pl.observe(averaged_by_hand, 2, steps="marked", timeout=60).explain()
+    said = answers["Do the bytes agree with theory?"]
+    assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
+
+
 def compiles():
     """How many graphs there are after each step. A break would make two of one."""
     graphs, layer = [], torch.nn.Linear(8, 8)
@@ -209,6 +226,21 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert max(gradients) == psi and psi / 2 in gradients  # unsharded until they are reduced
     held = report.peaks()["measured"]
     assert held["other"] <= 0.02 * held["total"]
+
+
+def on_data():
+    data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for row in data[:2]:
+        model(row.clone()).sum().backward()
+        optimizer.step()
+
+
+def test_explain_says_what_other_is_where_it_is_much(report):
+    asked = "What does the peak of memory consist of?"
+    assert "a data set" not in report.explain()[asked]
+    said = pl.observe(on_data, 1).explain()[asked]
+    assert "other 0.16 MB" in said and said.endswith("batches, a data set, losses.")
 
 
 # ---- steps ------------------------------------------------------------------------------------

@@ -108,6 +108,19 @@ if __name__ == "__main__":
     assert (tmp_path / "starts.py.done").exists()
 
 
+def as_many_ranks_as_torch_pretends():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_group_of_more_ranks_than_are_observed_is_refused():
+    with pytest.raises(pl.RankError, match=r"ranks=4: the group has the ranks \(0, 1, 2, 3\)"):
+        seen(as_many_ranks_as_torch_pretends, 1)
+
+
 # ---- threads -----------------------------------------------------------------------------------
 def sums_on_a_thread():
     """A thread sums numbers while the first one trains alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -237,6 +238,22 @@ def lets_go(group, wait):
     sums = [one.all_reduce(torch.ones(2)) for one in (group, group, pair)]
     for one in sums[:wait]:
         one.wait()
+
+
+def goes_on_after_a_refused_message(group):
+    """The two ranks' messages differ in size, so the exchange raises in both of them."""
+    message, peer = torch.zeros(1 + group.index), 1 - group.index
+    side = ("send", "recv")[group.index]
+    with contextlib.suppress(RuntimeError):
+        group.exchange([(side, message, peer)])
+    time.sleep(0.05)
+
+
+def test_what_follows_a_call_that_raised_is_not_part_of_its_wait():
+    spans = pl.trace(goes_on_after_a_refused_message, 2, timeout=60, device="cpu").spans
+    last = spans.loc[spans.groupby("rank")["end"].idxmax()]
+    assert list(last["kind"]) == ["compute"] * 2
+    assert (last["end"] - last["start"] >= 0.05).all()
 
 
 def test_a_call_that_nobody_waited_for_is_named():
