@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from trainings import sharded
+
 DIN, DOUT, LAYERS = 384, 480, 3  # a matrix has 0.74 MB
 PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
 BATCH, MICROBATCHES, CHUNKS = 24, 4, 2
@@ -20,12 +22,13 @@ ROWS = 576  # of a micro-batch of a pipeline
 MESSAGE = ROWS * DIN * 4  # what a stage hands to the next for one micro-batch
 
 
+def block():
+    up, down = nn.Linear(DIN, DOUT, bias=False), nn.Linear(DOUT, DIN, bias=False)
+    return nn.Sequential(up, nn.ReLU(), down)
+
+
 def blocks():
-    made = [
-        nn.Sequential(nn.Linear(DIN, DOUT, bias=False), nn.ReLU(), nn.Linear(DOUT, DIN, bias=False))
-        for _ in range(LAYERS)
-    ]
-    return nn.Sequential(*made)
+    return nn.Sequential(*(block() for _ in range(LAYERS)))
 
 
 def training(model, optimizer, batch=BATCH):
@@ -43,12 +46,7 @@ def ddp(n):
 
 
 def fsdp(n, reshard=True):
-    from torch.distributed.fsdp import fully_shard
-
-    model = blocks()
-    for block in model:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+    model = sharded(blocks(), reshard_after_forward=reshard)
     return training(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -94,11 +92,9 @@ def pipeline(n, kind="ScheduleGPipe"):
     stages = [PipelineStage(p, rank + i * n, chunks * n, device) for i, p in enumerate(parts)]
     parameters = [p for part in parts for p in part.parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1)
-    schedule = getattr(schedules, kind)(
-        stages if chunks > 1 else stages[0],
-        MICROBATCHES,
-        loss_fn=lambda y, target: (y - target).square().mean(),
-    )
+    own = stages if chunks > 1 else stages[0]
+    loss = nn.functional.mse_loss
+    schedule = getattr(schedules, kind)(own, MICROBATCHES, loss_fn=loss)
 
     def step():
         x = torch.randn(ROWS * MICROBATCHES, DIN)
@@ -129,11 +125,9 @@ def ring(n):
             for i in range(n - 1):
                 out, into = (rank - i + half) % n, (rank - i - 1 + half) % n
                 got = torch.empty_like(tensor[0])
-                calls = [
-                    dist.P2POp(dist.isend, tensor[out], (rank + 1) % n),
-                    dist.P2POp(dist.irecv, got, (rank - 1) % n),
-                ]
-                for work in dist.batch_isend_irecv(calls):
+                send = dist.P2POp(dist.isend, tensor[out], (rank + 1) % n)
+                receive = dist.P2POp(dist.irecv, got, (rank - 1) % n)
+                for work in dist.batch_isend_irecv([send, receive]):
                     work.wait()
                 tensor[into] = got if half else tensor[into] + got
 
@@ -155,24 +149,20 @@ def theory(name, n, backend="gloo"):
 def _on_gloo(name, n):
     of = n - 1  # all n ranks together: n (n-1)/n S
     reduced = {("all_reduce", "backward"): 2 * of * PSI}
-    scattered = {
-        ("reduce_scatter", "backward"): of * PSI,
-        ("all_gather", SURPLUS): of * PSI,
-    }
+    scattered = {("reduce_scatter", "backward"): of * PSI, ("all_gather", SURPLUS): of * PSI}
+    gathered = scattered | {("all_gather", "forward"): of * PSI}
     sent = (CHUNKS * n if name == "interleaved" else n) - 1  # boundaries between stages
     activations = LAYERS * of * TP_BYTES
     return {
         "ddp": reduced,
         "zero": reduced | {("broadcast", "optimizer"): of * PSI},
-        "fsdp": scattered
-        | {("all_gather", "forward"): of * PSI, ("all_gather", "backward"): of * PSI},
-        "fsdp_kept": scattered | {("all_gather", "forward"): of * PSI},
+        "fsdp": gathered | {("all_gather", "backward"): of * PSI},
+        "fsdp_kept": gathered,
         "tensor": {
-            ("all_gather", "forward"): activations,
-            ("reduce_scatter", "forward"): activations,
-            ("all_gather", "backward"): activations,
-            ("reduce_scatter", "backward"): activations,
-            ("all_gather", SURPLUS): 2 * activations,
-        },
+            (op, phase): activations
+            for op in ("all_gather", "reduce_scatter")
+            for phase in ("forward", "backward")
+        }
+        | {("all_gather", SURPLUS): 2 * activations},
         "ring": {("send", "data"): 2 * of * n * 300_000 * 4},
     }.get(name, {("send", "data"): 2 * sent * MICROBATCHES * MESSAGE})

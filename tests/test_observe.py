@@ -23,21 +23,11 @@ from stated import NODES
 from trainings import sharded, trained
 
 
-def ddp(steps, microbatches, accumulate=False):
-    torch.manual_seed(0)
+def ddp(steps, backwards):
     layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     model = DistributedDataParallel(layers)
-    optimizer, losses = torch.optim.AdamW(model.parameters()), []
-    for _ in range(steps):
-        for k in range(microbatches):
-            silent = accumulate and k < microbatches - 1
-            with model.no_sync() if silent else contextlib.nullcontext():
-                loss = nn.functional.mse_loss(model(torch.randn(64, 256)), torch.zeros(64, 256))
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    update, x = torch.optim.AdamW(model.parameters()), torch.randn(64, 256)
+    return trained(model, x, update=update, steps=steps, backwards=backwards)
 
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)
@@ -104,22 +94,11 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "data parallelism" in answers["Do the bytes agree with theory?"]
     assert "4 (n−1)/n Ψ" in answers["Do the bytes agree with theory?"]
     once = "Are gradients reduced once, or for every micro-batch?"
-    assert (
-        answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
-    )
+    assert answers[once].startswith("For every one of 2 micro-batches")
+    assert "no_sync" in answers[once]
     assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
-    kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
-    assert kept[once].startswith("Ψ is reduced per step, which has 2 backward passes")
-
-
-def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():
-    """Of a pipeline, the first stage and the last add up the gradients of the tied embedding."""
-    model, plan = pl.ModelSpec.preset("laptop"), pl.Plan(pp=4, microbatches=4)
-    said = str(pl.predict(model, plan, pl.Cluster.preset("dgx-a100")).explain())
-    assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
-    assert "of 65,536 B; a rank sends 0.393 MB" in said
 
 
 def averaged_by_hand():
@@ -139,34 +118,8 @@ def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism()
     assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
 
 
-def sums_and_sends():
-    numbers = torch.ones(1000)
-    dist.all_reduce(numbers)
-    if dist.get_rank() == 0:
-        dist.send(numbers, 1)
-    else:
-        dist.recv(numbers, 0)
-
-
-def test_a_program_without_a_model_may_send_after_it_has_summed():
-    report = pl.observe(sums_and_sends, 2, timeout=60)
-    assert report.traffic()["bytes"].tolist() == [4000 + 4000, 4000]
-
-
-def compiled():
-    layer = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    trained(torch.compile(layer, backend="eager", fullgraph=True), 8, update=optimizer)
-    return torch._dynamo.explain(layer)(torch.randn(4, 8)).graph_break_count
-
-
-def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
-    report = pl.observe(compiled, 1, memory_steps=0, timeout=60)
-    assert report.results == [0] and set(report.spans["kind"]) >= {"forward", "backward"}
-
-
 def compiles():
-    """How many graphs there are after each step."""
+    """How many graphs there are after each step. A break would make two of one."""
     graphs, layer = [], torch.nn.Linear(8, 8)
 
     def backend(graph, inputs):
@@ -187,30 +140,14 @@ def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_af
     assert ("What a compiled program holds" in said) == (memory_steps > 0)
 
 
-def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
-    model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
-    plan = pl.Plan(pp=2, microbatches=2000)
-    found = pl.predict(model, plan, NODES, steps=1)
-    answers = found.explain()
+def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothing_unknown():
+    """Of a pipeline, the first stage and the last add up the gradients of the tied embedding."""
+    plan = pl.Plan(pp=4, microbatches=4)
+    answers = pl.predict(pl.ModelSpec.preset("laptop"), plan, NODES, steps=1).explain()
     assert "pl.compare" in answers["Do the bytes agree with theory?"]
     assert "What is not known?" not in answers
-    assert " × " not in answers["Which collectives does a step make, of what sizes?"]
-
-
-def fsdp(reshard):
-    blocks = [nn.Sequential(nn.Linear(512, 512)) for _ in range(3)]
-    model = nn.Sequential(*blocks, nn.Linear(512, 3))
-    sharded(model[:3], reshard_after_forward=reshard)
-    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
-def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
-    answers = pl.observe(fsdp, 2, (reshard,), timeout=60).explain()
-    form = answers["Do the bytes agree with theory?"]
-    assert "FSDP, ZeRO-3" in form and ("again for every backward" in form) == reshard
-    assert "3.weight" in answers["Which parameters are not sharded?"]
-    assert f": {times} (n−1)/n Ψ" in form
+    said = answers["Which collectives does a step make, of what sizes?"]
+    assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
 
 
 def fsdp_ahead(how):
@@ -291,35 +228,6 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert held["other"] <= 0.02 * held["total"]
 
 
-def toy(watched):
-    """The model of torch's first DDP tutorial. Watched by torch's profiler: bytes at its peak."""
-    from test_memory import profiled_peak
-
-    torch.set_num_threads(1)
-    layers = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
-    model = nn.parallel.DistributedDataParallel(layers)
-    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), torch.randn(20, 10)
-
-    def step():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(data), torch.randn(20, 5)).backward()
-        optimizer.step()
-
-    for _ in range(3):
-        most = profiled_peak(step) if watched else step()
-    held = data.nbytes + 3 * sum(p.nbytes for p in model.parameters())  # gradients, buckets
-    return held + (most or 0)
-
-
-def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
-    """In the last step. In the first, a thread of gloo's may hold the flat message with which DDP
-    sends the parameters as late as in backward, on a machine that is busy.
-    """
-    held = pl.observe(toy, 2, (False,), timeout=60, memory_steps=3).memory
-    peak = held[held["step"] == 2].groupby(["rank", "time"])["bytes"].sum().max()
-    assert peak == pytest.approx(pl.launch(toy, 2, (True,))[0], rel=0.01)
-
-
 def on_data():
     data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -376,7 +284,7 @@ def one_after_the_other():
     return made[0].weight.nbytes
 
 
-@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+@pytest.mark.parametrize("memory_steps", [0, 2])
 def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps):
     report = pl.observe(one_after_the_other, 2, memory_steps=memory_steps)
     size, steps = report.results[0], list(range(5))
@@ -409,14 +317,10 @@ def catches():
     """The first of four steps raises, as one with a bad loss scale may; the program goes on."""
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-    def bad():
-        raise RuntimeError("no loss")
-
     for step in range(4):
         parameter.sum().backward()
-        with contextlib.suppress(RuntimeError):
-            optimizer.step(bad if step == 0 else None)
+        with contextlib.suppress(ZeroDivisionError):
+            optimizer.step(None if step else lambda: 1 / 0)
 
 
 def test_an_optimizer_whose_step_raised_ends_later_ones():
@@ -425,19 +329,15 @@ def test_an_optimizer_whose_step_raised_ends_later_ones():
 
 def hooked():
     """Packs per step of hooks on saved tensors that the program has put around its steps."""
-    model, packs = torch.nn.Linear(8, 8), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    packs = [0]
 
     def pack(tensor):
         packs[-1] += 1
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for _ in range(4):
-            packs.append(0)
-            model(torch.ones(2, 8)).relu().sum().backward()
-            optimizer.step()
-    return packs
+        trained(torch.nn.Linear(8, 8), 8, steps=4, behind=lambda: packs.append(0))
+    return packs[:-1]
 
 
 def test_hooks_of_the_program_stay_when_the_ledger_goes():
@@ -445,23 +345,8 @@ def test_hooks_of_the_program_stay_when_the_ledger_goes():
     assert [packs] == pl.launch(hooked, 1) and len(set(packs)) == 1
 
 
-def one_knows_the_loss():
-    parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer, losses = torch.optim.SGD([parameter], lr=0.1), []
-    for _ in range(2):
-        parameter.sum().backward()
-        dist.all_reduce(parameter.grad)
-        optimizer.step()
-        losses.append(1.0)
-    return losses if dist.get_rank() == 1 else None
-
-
-def test_losses_are_those_of_the_ranks_that_return_some():
-    assert pl.observe(one_knows_the_loss, 2).losses == [1.0, 1.0]
-
-
 def shuffles():
-    """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all."""
+    """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all. Rank 1 alone has losses."""
     gives, gets = ([400, 100], [400, 100]) if dist.get_rank() == 0 else ([100, 100], [100, 100])
     parameter = torch.nn.Parameter(torch.ones(sum(gives)))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -469,15 +354,16 @@ def shuffles():
         parameter.sum().backward()
         dist.all_to_all_single(torch.empty(sum(gets)), parameter.grad, gets, gives)
         optimizer.step()
+    return [1.0, 1.0] if dist.get_rank() == 1 else None
 
 
-def test_an_all_to_all_of_unequal_parts_is_its_messages_on_every_rank():
+def test_an_all_to_all_of_unequal_parts_is_its_messages_and_losses_are_of_those_that_have_some():
     report = pl.observe(shuffles, 2)
+    assert report.losses == [1.0, 1.0]
     assert set(report.collectives["op"]) == {"send", "recv"}
     assert set(report.collectives["payload_bytes"]) == {400}
     assert report.replay(NODES).step_time > 0
-    said = " ".join(str(report.explain()).split())
-    assert "an exchange of unequal parts" in said
+    assert "an exchange of unequal parts" in " ".join(str(report.explain()).split())
 
 
 # ---- failures ---------------------------------------------------------------------------------
@@ -539,10 +425,7 @@ def in_this_process():
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train(optimizer, steps):
-        for _ in range(steps):
-            model(torch.randn(256, 512)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        trained(model, torch.randn(256, 512), update=optimizer, steps=steps)
 
     train(optimizer, 1)
     with pl.observe() as seen:
@@ -689,9 +572,7 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(
-        ValueError, match="out='occupied': the folder cannot be created: File exists"
-    ):
+    with pytest.raises(ValueError, match="out='occupied': the folder cannot be created"):
         cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
     with pytest.raises(SystemExit):
         cli.main(["observe", "--ranks", "2", "train.py", "1"])

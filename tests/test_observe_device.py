@@ -13,6 +13,8 @@ import pickle
 import time
 from contextlib import ExitStack
 from typing import Any, ClassVar
+from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,8 +52,16 @@ def with_a_gpu():
         setattr(torch.Tensor, name, value)
 
 
-def nothing():
-    pass
+def one_layer():
+    """A model of the GPU, its optimizer, and what it is given."""
+    model = torch.nn.Linear(8, 8).double()
+    return model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(8, 8, dtype=torch.float64)
+
+
+def a_second_late():
+    """From here on the device is a second behind the host."""
+    late = virtual_cuda.Event.elapsed_time
+    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
 
 
 def in_a_rank(context, program, args, settings, before):
@@ -62,7 +72,7 @@ def in_a_rank(context, program, args, settings, before):
         return observing._part(observer, context, program(*args))
 
 
-def observed(program, *args, ranks=1, before=nothing, **settings) -> pl.Report:
+def observed(program, *args, ranks=1, before=bool, **settings) -> pl.Report:
     """What `pl.observe` returns where every rank has a GPU. ``before()``: in a rank, unobserved."""
     given = (program, args, SETTINGS | settings, before)
     parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=60)
@@ -88,14 +98,6 @@ def training(to, how="plain"):
     return losses
 
 
-def on_the_cpu():
-    return training(torch.float32)
-
-
-def on_the_gpu(how):
-    return training(torch.float64, how)
-
-
 def beside(report: pl.Report) -> Any:
     """Seconds of each span that computes which are not its cost."""
     spans = report.spans[report.spans["kind"].isin(["forward", "backward", "optimizer"])]
@@ -104,21 +106,21 @@ def beside(report: pl.Report) -> Any:
 
 # ---- whose device --------------------------------------------------------------------------------
 def test_a_program_of_the_cpu_is_one_where_there_are_gpus_too():
-    report = observed(on_the_cpu, ranks=2)
+    report = observed(training, torch.float32, ranks=2)
     assert report.meta["device"] == "cpu" and report.meta["backend"] == "gloo"
     held = report.peaks()["measured"]
     assert held["parameters"] == held["gradients"] == PSI
     assert held["optimizer"] == 2 * PSI + STEP_COUNTS
     assert set(report.memory["step"]) == {0, 1} and not len(report.allocator)
     assert beside(report).max() > 0  # a processor's time is not the wall's
-    plain = pl.observe(on_the_cpu, 2, timeout=60)
+    plain = pl.observe(training, 2, (torch.float32,), timeout=60)
     assert plain.meta["device"] == "cpu" and plain.meta["backend"] == "gloo"
     assert plain.peaks()["measured"].to_dict() == held.to_dict()
 
 
 @pytest.mark.parametrize("how", ["plain", "parallel", "tried before"])
 def test_a_model_that_is_moved_to_the_gpu_makes_it_a_program_of_the_gpu(how):
-    report = observed(on_the_gpu, how, ranks=2)
+    report = observed(training, torch.float64, how, ranks=2)
     assert report.meta["device"] == "cuda:0"
     most = report.memory.groupby("category")["bytes"].max()
     assert most["parameters"] == most["gradients"] == 2 * PSI
@@ -191,71 +193,51 @@ def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
         assert peak < 9_000_000  # of what came later: the virtual device has all tensors
 
 
-def sums_waited_for(aside):
-    record, on = virtual_cuda.Event.record, []
+def sums(aside, at_once):
+    """``aside``: on another stream. ``at_once``: as NCCL makes it that is waited for at once: on
+    the caller's stream, without a Work. Streams on which the wait has been marked.
+    """
+    record, unboxed, on = virtual_cuda.Event.record, dist.Work.unbox, []
 
     def recorded(event, stream=None):
         on.append((stream or torch.cuda.current_stream()).chain.name)
         record(event, stream)
 
-    virtual_cuda.Event.record = recorded
-    gradient = torch.ones(8, dtype=torch.float64)
-    model = torch.nn.Linear(8, 8).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        model(gradient.view(1, 8)).sum().backward()
-        work = dist.all_reduce(gradient, async_op=True)
-        with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
-            on.clear()
-            work.wait()
-            [marked] = set(on)
-        optimizer.step()
-    virtual_cuda.Event.record = record
-    return [marked]
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside):
-    report = observed(sums_waited_for, aside, ranks=2, memory_steps=0)
-    assert (report.results == [["default 0"]] * 2) != aside  # marks are the waiting stream's
-    waits = report.spans[report.spans["kind"] == "wait"]
-    assert len(waits) == 4 * (not aside)
-    calls = report.collectives
-    assert len(calls) == 4 and (calls["end"] > calls["start"]).all()
-    said = report.explain().get("What is not known?", "")
-    assert ("on streams of its own" in said) == aside
-
-
-def sums_at_once(aside):
-    """As NCCL makes it: what is waited for at once is on the caller's stream, without a Work."""
-    unboxed = dist.Work.unbox
-
     def waited(work):
         unboxed(work).wait()
 
-    gradient = torch.ones(8, dtype=torch.float64)
-    model = torch.nn.Linear(8, 8).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    dist.Work.unbox = waited
+    virtual_cuda.Event.record = recorded
+    model, optimizer, x = one_layer()
+    if at_once:
+        dist.Work.unbox = waited
     for _ in range(2):
-        model(gradient.view(1, 8)).sum().backward()
+        model(x).sum().backward()
+        work = None if at_once else dist.all_reduce(x, async_op=True)
         with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
-            dist.all_reduce(gradient)
+            on.clear()
+            dist.all_reduce(x) if at_once else work.wait()
+            marked = sorted(set(on))
         optimizer.step()
-    dist.Work.unbox = unboxed
+    virtual_cuda.Event.record, dist.Work.unbox = record, unboxed
+    return marked
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("aside", [False, True])
-def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(aside):
-    report = observed(sums_at_once, aside, ranks=2)
-    calls = report.collectives
+def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside, at_once):
+    report = observed(sums, aside, at_once, ranks=2, memory_steps=2 * at_once)
+    calls, waits = report.collectives, report.spans[report.spans["kind"] == "wait"]
     assert calls["op"].tolist() == ["all_reduce"] * 4 and (calls["end"] >= calls["start"]).all()
-    waits = report.spans[report.spans["kind"] == "wait"]
     waited = {span for after in waits["after"] for span in after}
-    assert set(calls["span"]) <= waited or aside
-    assert not (aside and waited)
-    begun = report.spans[report.spans["id"].isin(calls["span"])]
-    assert begun["after"].map(len).min() == 1  # behind what was computed before it
+    assert waited == set() if aside else set(calls["span"]) <= waited
+    if at_once:
+        begun = report.spans[report.spans["id"].isin(calls["span"])]
+        assert begun["after"].map(len).min() == 1  # behind what was computed before it
+        return
+    assert (report.results == [["default 0"]] * 2) != aside  # marks are the waiting stream's
+    assert len(waits) == 4 * (not aside) and (calls["end"] > calls["start"]).all()
+    said = report.explain().get("What is not known?", "")
+    assert ("on streams of its own" in said) == aside
 
 
 def as_nccl_coalesces():
@@ -331,9 +313,7 @@ def captures():
 
     virtual_cuda.Event.record, virtual_cuda.Event.query = recorded, asked
     torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
-    model = torch.nn.Linear(8, 8).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x = torch.ones(8, 8, dtype=torch.float64)
+    model, optimizer, x = one_layer()
 
     def step():
         model(x).sum().backward()
@@ -377,8 +357,8 @@ class NcclFuture:
 
 def as_nccl_ends():
     """From here on a call's future is one of NCCL's, and the device a second behind the host."""
-    late, work = virtual_cuda.Event.elapsed_time, torch._C._distributed_c10d.Work
-    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
+    a_second_late()
+    work = torch._C._distributed_c10d.Work
     future = work.get_future
     work.get_future = lambda work: NcclFuture(future(work))
     foreign_calls._backend = lambda group, device: "nccl"
@@ -394,25 +374,6 @@ def waits_long_after():
     return NcclFuture.streams
 
 
-def gathers(sizes):
-    """What the kernel in front of a gather of such parts is given, before gloo sees it."""
-    found, parts = [], [torch.ones(size) for size in sizes]
-
-    def seen(given, own):
-        found.append(has_unequal_parts(given))
-        return own()
-
-    with ExitStack() as undo, contextlib.suppress(RuntimeError):  # gloo refuses unequal ones
-        stand_before(undo, "c10d", "allgather_", seen)
-        dist.all_gather(parts, parts[dist.get_rank()].clone())
-    return found
-
-
-def test_a_call_whose_work_has_no_future_over_nccl_is_known():
-    for sizes, unequal in (((3, 5), True), ((4, 4), False)):
-        assert pl.launch(gathers, 2, (sizes,), device="cpu") == [[unequal]] * 2
-
-
 def test_a_call_of_nccl_ends_when_it_ends_and_not_when_it_is_waited_for():
     report = observed(waits_long_after, ranks=2, before=as_nccl_ends, memory_steps=0)
     calls = report.collectives
@@ -426,8 +387,7 @@ def test_a_call_of_nccl_ends_when_it_ends_and_not_when_it_is_waited_for():
 
 def both_kinds():
     """A program of the GPU whose ranks tell each other something on the host, too."""
-    late = virtual_cuda.Event.elapsed_time  # the device is a second behind the host
-    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
+    a_second_late()
     big = torch.ones(4096, dtype=torch.float64)
     for _ in range(3):
         dist.all_reduce(big)
@@ -458,17 +418,17 @@ def before_the_block(*kinds):
     with_a_gpu()
     models = [torch.nn.Linear(16, 16, bias=False, dtype=getattr(torch, kind)) for kind in kinds]
     with pl.observe() as seen:
-        on_the_cpu()
+        models[0](torch.ones(16))
     first = seen.memory[seen.memory["time"] == seen.memory["time"].min()]
-    held = dict(zip(first["category"], first["bytes"], strict=True))
-    return len(models), seen.meta["device"], held
+    return seen.meta["device"], first.set_index("category")["bytes"]["parameters"]
 
 
 def test_what_a_process_has_on_the_gpu_before_the_block_decides():
-    a, b = ("cuda:0", {"parameters": 8 * 256}), ("cpu", {"parameters": 4 * 256})
-    for kinds, (device, held) in ((("float32", "float64"), a), (("float32",), b)):
-        [(_, found, first)] = pl.launch(before_the_block, 1, kinds, device="cpu")
-        assert found == device and first["parameters"] == held["parameters"]
+    for kinds, said in (
+        (("float32", "float64"), ("cuda:0", 8 * 256)),
+        (("float32",), ("cpu", 1024)),
+    ):
+        assert pl.launch(before_the_block, 1, kinds, device="cpu") == [said]
 
 
 # ---- how far the host runs ahead -----------------------------------------------------------------
@@ -477,10 +437,9 @@ def runs_ahead():
     waits, wait = [], virtual_cuda.Event.synchronize
     virtual_cuda.Event.synchronize = lambda event: (waits.append(event), wait(event))
     virtual_cuda.Stream.query = lambda stream: False  # the device is still in the step before
-    model = torch.nn.Linear(8, 8).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, x = one_layer()
     for _ in range(5):
-        model(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
     return [len(waits)]
 
@@ -541,8 +500,7 @@ def asks_for_its_peak(resets):
     def peak(**device):
         return torch.cuda.memory_stats(**device)["allocated_bytes.all.peak"]
 
-    model = torch.nn.Linear(8, 8).double()
-    optimizer, said = torch.optim.SGD(model.parameters(), 0.1), []
+    said, (model, optimizer, _) = [], one_layer()
     for batch in (100_000, 8, 8):
         model(torch.ones(batch, 8, dtype=torch.float64)).sum().backward()
         if batch == resets:
@@ -553,14 +511,9 @@ def asks_for_its_peak(resets):
     return [*said, peak(), peak(device="cuda:0"), peak(device=1)]
 
 
-def by_itself(context, resets):
-    with_a_gpu()
-    return asks_for_its_peak(resets)
-
-
 @pytest.mark.parametrize("resets", [None, 100_000])
 def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
-    [alone] = launch_program(by_itself, 1, (resets,), device="cpu")
+    [alone] = pl.launch(lambda: (with_a_gpu(), asks_for_its_peak(resets))[1], 1, device="cpu")
     report = observed(asks_for_its_peak, resets, memory_steps=0)
     *same, another = report.results[0]
     assert same == pytest.approx(alone[:-1], abs=10_000)  # a few small tensors are the report's
@@ -573,22 +526,19 @@ def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
 def finds_its_batch(smallest):
     """Halves the batch until it fits, as a program may."""
     own = torch.library.Library("too_small_a_gpu", "DEF")
-    own.define("work(Tensor x) -> Tensor")
+    own.define("work(Tensor x) -> ()")
 
     def work(x):
         if len(x) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB.")
-        return x * 2
 
     own.impl("work", work, "CPU")
-    batch = 32
-    while True:
+    for batch in (32, 16, 8):
         try:
-            torch.ops.too_small_a_gpu.work(torch.ones(batch, dtype=torch.float64))
+            torch.ops.too_small_a_gpu.work(torch.ones(batch))
             return batch
         except torch.cuda.OutOfMemoryError:
-            batch //= 2
-            if batch < smallest:
+            if batch <= smallest:
                 raise
 
 
@@ -602,51 +552,46 @@ def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
 # ---- what carries its messages -------------------------------------------------------------------
 def of_one_backend():
     calls, group = Calls(0, (0,)), dist.new_group([0], backend="cpu:gloo")
-    found = [calls.where(group, torch.device(kind)) for kind in ("cuda", "cpu")]
-    flag = [torch.ones(1)]
-    numbers = [row[0] for w in found for row in calls.rows("all_reduce", {}, flag, w, "data")]
-    names = calls.backends, calls.backend("cuda:0"), Calls(0, (0,)).backend("cpu")
-    return [where.gloo for where in found], numbers, *names
+    return calls.where(group, torch.device("cuda")).gloo, calls.backend("cuda:0"), calls.backends
 
 
 def test_a_group_that_has_nothing_for_a_device_is_no_error():
-    [found] = pl.launch(of_one_backend, 1, device="cpu")
-    assert found == ([False, True], [0, 1], {"cuda": "", "cpu": "gloo"}, "", "gloo")
+    assert pl.launch(of_one_backend, 1, device="cpu") == [(False, "", {"cuda": ""})]
 
 
-CALLS = {
-    pl.observe: "cpu:gloo,cuda:nccl",
-    pl.launch: "cpu:gloo,cuda:nccl",
-    pl.trace: "nccl",
-}
+def test_a_gather_of_unequal_parts_is_known():
+    """Over NCCL its work has no future."""
+
+    def gathers():
+        found, own = [], torch.ones(3 + dist.get_rank())
+        with ExitStack() as undo:
+            stand_before(undo, "c10d", "allgather_", lambda given, own: found.append(given))
+            for parts in ([torch.ones(3), torch.ones(4)], [own, own]):
+                with contextlib.suppress(Exception):  # nothing is gathered
+                    dist.all_gather(parts, own)
+        return [has_unequal_parts(given) for given in found]
+
+    assert pl.launch(gathers, 2, device="cpu") == [[True, False]] * 2
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("call", [pl.observe, pl.launch, pl.trace], ids=lambda call: call.__name__)
 def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch, tmp_path):
-    class Seen(Exception):
-        pass
-
-    def started(run, ranks, task, payload, **how):
-        (tmp_path / "payload").write_bytes(payload)
-        raise Seen(pickle.loads(task))
-
-    def joined(backend, **how):
-        raise Seen(backend)
-
-    monkeypatch.setattr(watch.Run, "start", started)
-    with pytest.raises(Seen) as told:
+    """But for `pl.trace`, whose tensors are all of one device."""
+    start, joined, launcher = (Mock(side_effect=ZeroDivisionError) for _ in range(3))
+    monkeypatch.setattr(watch.Run, "start", start)
+    with pytest.raises(ZeroDivisionError):
         call(its_messages, 2)
+    _, task, payload = start.call_args.args
+    (tmp_path / "payload").write_bytes(payload)
     chosen = process.Chosen("cuda:0", "nccl") if own else process.Chosen("cpu", "gloo")
     monkeypatch.setattr(process, "choose_device", lambda *given: chosen)
     monkeypatch.setattr(process.dist, "init_process_group", joined)
-    notes, sent = type("Notes", (), {"write": lambda self, text: None, "alive": None})(), []
-    speaks = {"send": lambda self, *message: sent.append(message), "progress": None}
-    launcher = type("Launcher", (), speaks)()
-    with pytest.raises(Seen) as found:
-        process._work(0, told.value.args[0], str(tmp_path), launcher, notes)
-    assert sent == [("nccl",)] * own  # for the words of a hang
-    assert found.value.args[0] == (CALLS[call] if own else "gloo")
+    with pytest.raises(ZeroDivisionError):
+        process._work(0, pickle.loads(task), str(tmp_path), launcher, Mock())
+    assert launcher.send.mock_calls == [mock.call("nccl")] * own  # for the words of a hang
+    both = "nccl" if call is pl.trace else "cpu:gloo,cuda:nccl"
+    assert joined.call_args.args == (both if own else "gloo",)
 
 
 def test_a_gpus_clock_reads_what_the_cpus_has_marked():

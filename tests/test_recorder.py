@@ -23,32 +23,6 @@ def rows(recorder: Recorder) -> list[dict]:
     return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
-def test_a_span_inside_another_cuts_it_in_two():
-    recorder = Recorder(rank=1, world_size=4)
-    with recorder.span("backward", microbatch=2), recorder.span("wait"):
-        pass
-    parts = rows(recorder)
-    assert [(p["kind"], p["microbatch"]) for p in parts] == [
-        ("backward", 2),
-        ("wait", -1),
-        ("backward", 2),
-    ]
-    assert [p["id"] for p in parts] == [1, 5, 9]  # local number * world + rank: unique over ranks
-    for before, after in zip(parts, parts[1:], strict=False):
-        assert before["end"] == after["start"]
-
-
-def test_a_launch_cuts_the_span_and_follows_what_came_before_it():
-    recorder = Recorder(rank=0, world_size=1)
-    with recorder.span("backward"):
-        span = recorder.launch("comm:dp", recorder.cut(), recorder.clock.host())
-    recorder.completed(span, recorder.clock.host())
-    first, comm, second = rows(recorder)
-    assert (first["kind"], comm["kind"], second["kind"]) == ("backward", "comm", "backward")
-    assert comm["after"] == [first["id"]] and comm["start"] >= first["end"]
-    assert comm["end"] >= comm["start"] and comm["cost"] == 0.0
-
-
 def test_cost_is_the_cpu_time_of_the_span_and_a_wait_has_none():
     recorder = Recorder(rank=0, world_size=1)
     with recorder.span("forward"):
@@ -61,18 +35,6 @@ def test_cost_is_the_cpu_time_of_the_span_and_a_wait_has_none():
     assert 0.02 <= busy["cost"] < 0.05
     assert idle["cost"] < 0.01 and idle["end"] - idle["start"] >= 0.02
     assert wait["cost"] == 0.0
-
-
-def test_a_call_whose_end_nobody_signalled_ends_with_its_wait():
-    recorder = Recorder(rank=0, world_size=1)
-    span = recorder.launch("comm:dp", recorder.cut(), recorder.clock.host())
-    time.sleep(0.01)
-    recorder.settled(span)
-    late = recorder.tables()["spans"]
-    assert late["end"][0] - late["start"][0] >= 0.01
-    recorder.completed(span, (late["start"][0], 0.0))  # its own signal says more exactly when
-    recorder.settled(span)
-    assert recorder.tables()["spans"]["end"] == late["start"]
 
 
 def test_work_of_other_threads_is_written_down_beside_the_step_and_own_work_is_not():

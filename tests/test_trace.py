@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 import warnings
@@ -66,6 +65,9 @@ def test_a_traced_function_is_a_measured_report_of_one_step(report):
     assert repr(report) == "Report(measured, pass_on on 4 ranks, 1 collective, 4 messages)"
     assert report.meta["function"] == "pass_on" and report.meta["nodes"] == [0, 0, 1, 1]
     assert report.step_time > 0 and "step time" in report.summary().index
+    shares = report.bubbles()  # it has no schedule, and no forward either
+    assert shares[["formula", "simulated"]].isna().all(axis=None)
+    assert shares.loc["bubble"].isna().all()
 
 
 def test_every_byte_of_the_function_is_data_and_has_its_level(report):
@@ -112,16 +114,6 @@ def test_ranks_that_do_different_things_keep_their_own_costs_in_a_replay():
     assert lasted[0] < 0.02 <= lasted[1] < 0.04 <= lasted[2]
 
 
-def test_a_traced_function_survives_its_file(report, tmp_path):
-    report.save(tmp_path / "traced.json.gz")
-    loaded = pl.load(tmp_path / "traced.json.gz")
-    assert loaded.model is None and loaded.results is None and repr(loaded) == repr(report)
-    for name in ("spans", "collectives", "steps"):
-        assert getattr(loaded, name).equals(getattr(report, name))
-    again, live = (r.replay(NODES) for r in (loaded, report))
-    assert again.spans.equals(live.spans)
-
-
 def greedy(group, data):
     mine = torch.from_numpy(data[group.index])  # the argument's own memory
     mine += 1
@@ -137,21 +129,6 @@ def greedy(group, data):
 def test_peak_memory_is_what_the_function_had_alive_beyond_its_arguments():
     data = np.zeros((2, 1000), dtype=np.float32)
     assert pl.trace(greedy, 2, (data,), memory=True).meta["peak_bytes"] == [14008, 14008]
-
-
-def shrinking(group):
-    tensors = [torch.ones(1000) for _ in range(3)]
-    tensors.clear()
-    gc.collect()
-    grown = torch.ones(500)
-    grown.untyped_storage().resize_(13000)
-    grown.add_(1)
-    del grown
-    return torch.ones(500).sum()
-
-
-def test_memory_that_was_given_back_does_not_count_and_what_grew_does():
-    assert pl.trace(shrinking, 1, memory=True).meta["peak_bytes"] == [13000]
 
 
 def breaks(group):
@@ -193,37 +170,27 @@ def test_a_traced_function_is_held_to_ncclS_order_unless_asked_not_to():
     assert pl.trace(pass_on, 2, (1,), strict=False).meta["strict"] is False
 
 
-WRONG_CALLS = {
-    "to=7: not another rank of this group; legal: one of ": lambda g, t: g.send(t, to=7),
-    "source='1': not another": lambda g, t: g.recv(t, source="1"),
-    "to=": lambda g, t: g.send(t, to=g.index),
-    "root=-1: not a rank of this group; legal: one of (0, 1)": lambda g, t: g.reduce(t, root=-1),
-    "root=2: not a rank": lambda g, t: g.broadcast(t, root=2),
-    "parts=[]: nothing to send": lambda g, t: g.exchange([]),
-    "parts=[('send', tensor([0., 1., 2., 3., 4.]))]: not a list of messages; legal: ": (
-        lambda g, t: g.exchange([("send", t)])
-    ),
-    "parts=('send', tensor(": lambda g, t: g.exchange(("send", t, 1 - g.index)),
-    "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
-    "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
-    "phase=3: not a text; legal: a text or None": lambda g, t: g.all_reduce(t, phase=3),
-    "phase=0: not a text": lambda g, t: g.send(t, to=1 - g.index, phase=0),
-    "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
-    "tensor.numel()=5: it cannot be cut into 2 equal parts, one for each rank; legal: a multiple": (
-        lambda g, t: g.all_to_all(t, t)
-    ),
-    "output.numel()=5: each rank receives as many elements as it sends; legal: 4": (
-        lambda g, t: g.all_to_all(t, t[:4])
-    ),
-    "tensor.numel()=5: it cannot be cut into 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
-    "output.numel()=5: each of 2 ranks gets one of 2 parts of 4 elements; legal: 2": (
-        lambda g, t: g.reduce_scatter(t, t[:4])
-    ),
-    "output.numel()=5: 2 ranks have 2 elements each; legal: 4": lambda g, t: g.all_gather(t, t[:2]),
-    "output.dtype=torch.float64: the other tensor is of torch.float32; legal: torch.float32": (
-        lambda g, t: g.reduce_scatter(t[:2].double(), t[:4])
-    ),
-}
+WRONG_CALLS = [
+    ("to=7: not another rank of this group", lambda g, t: g.send(t, to=7)),
+    ("source='1': not another", lambda g, t: g.recv(t, source="1")),
+    ("to=", lambda g, t: g.send(t, to=g.index)),
+    ("root=-1: not a rank of this group; legal: one of (0, 1)", lambda g, t: g.reduce(t, root=-1)),
+    ("root=2: not a rank", lambda g, t: g.broadcast(t, root=2)),
+    ("parts=[]: nothing to send", lambda g, t: g.exchange([])),
+    ("parts=[('send', ", lambda g, t: g.exchange([("send", t)])),
+    ("parts=('send', tensor(", lambda g, t: g.exchange(("send", t, 1 - g.index))),
+    ("side='snd': unknown choice", lambda g, t: g.exchange([("snd", t, 1 - g.index)])),
+    ("tensor=[1, 2]: not a tensor", lambda g, t: g.all_reduce([1, 2])),
+    ("tensor=3: not a tensor", lambda g, t: g.send(3, to=1 - g.index)),
+    ("phase=3: not a text", lambda g, t: g.all_reduce(t, phase=3)),
+    ("phase=0: not a text", lambda g, t: g.send(t, to=1 - g.index, phase=0)),
+    ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.all_to_all(t, t)),
+    ("output.numel()=5: each rank receives as many", lambda g, t: g.all_to_all(t, t[:4])),
+    ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.reduce_scatter(t[:2], t)),
+    ("output.numel()=5: each of 2 ranks gets one", lambda g, t: g.reduce_scatter(t, t[:4])),
+    ("output.numel()=5: 2 ranks have 2 elements", lambda g, t: g.all_gather(t, t[:2])),
+    ("output.dtype=torch.float64: ", lambda g, t: g.reduce_scatter(t[:2].double(), t[:4])),
+]
 
 
 def call_wrongly(group, calls):
@@ -242,9 +209,9 @@ def call_wrongly(group, calls):
 
 def test_a_call_that_cannot_be_is_refused_before_anything_is_sent():
     """gloo would send what lies behind a tensor's end, or wait for a rank that there is not."""
-    words, calls = list(WRONG_CALLS), list(WRONG_CALLS.values())
+    words, calls = zip(*WRONG_CALLS, strict=True)
     for said, total in pl.trace(call_wrongly, 2, (calls,), timeout=20).results:
-        assert [found[: len(want)] for found, want in zip(said, words, strict=True)] == words
+        assert all(map(str.startswith, said, words)) and len(said) == len(words), said
         assert total.tolist() == [2, 2]
 
 
@@ -289,23 +256,6 @@ def test_what_follows_a_call_that_raised_is_not_part_of_its_wait():
     assert (last["end"] - last["start"] >= 0.05).all()
 
 
-class Counted:
-    """Counts how often it is pickled."""
-
-    times = 0
-
-    def __getstate__(self):
-        type(self).times += 1
-        return {}
-
-
-@pytest.mark.parametrize("run", [pl.trace, pl.observe])
-def test_arguments_are_pickled_once(run):
-    Counted.times = 0
-    run(lambda *_: torch.nn.Linear(1, 1)(torch.zeros(1)), ranks=1, args=(Counted(),), timeout=60)
-    assert Counted.times == 1
-
-
 def test_a_call_that_nobody_waited_for_is_named():
     """Its result may be half-finished, and whether the others have made it is not known."""
     where = "ranks 0,1, step 0"
@@ -319,11 +269,6 @@ def test_a_call_that_nobody_waited_for_is_named():
         pl.trace(lets_go, 2, (3,))
 
 
-def test_a_traced_function_has_no_schedule_whose_bubble_is_known(report):
-    """It runs no forward: that is no fault of a schedule."""
-    assert report.bubbles()[["formula", "simulated"]].isna().all(axis=None)
-
-
 def waits_for_rank_2(group, both):
     if group.index == 1:
         parts = [("recv", torch.empty(2), 2), ("send", torch.ones(2), 0)]
@@ -332,9 +277,8 @@ def waits_for_rank_2(group, both):
 
 @pytest.mark.parametrize(
     ("strict", "both", "ends"),
-    [(True, False, "recv #0 for rank 2"), (False, False, "recv #0 for rank 2"),
-     (True, True, "exchange #0 for ranks 0, 2")],
-)  # fmt: skip
+    [(False, False, "recv #0 for rank 2"), (True, True, "exchange #0 for ranks 0, 2")],
+)
 def test_a_hang_in_a_message_names_the_ranks_at_its_other_ends_alone(strict, both, ends):
     """Rank 3 is of the group too, but has no part in the message."""
     words = rf"1 waits in {ends} \(ranks? [0-9, ]+ already returned\)\n"

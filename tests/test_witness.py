@@ -1,16 +1,12 @@
 """The kernel agrees with theory, and finds out who moves more than his name says."""
 
-from pathlib import Path
-
 import pytest
 
+import paralab as pl
 from paralab.instruments import witness as module
 from paralab.instruments.witness import NATIVE, OPS, loopback_bytes, theory_bytes, witness
 from paralab.theory.traffic import wire_bytes
-
-linux = pytest.mark.skipif(
-    not Path("/proc/net/dev").exists(), reason="the kernel's counter is Linux's"
-)
+from refusals import refuses
 
 
 def test_theory_knows_every_op_that_the_witness_takes():
@@ -20,37 +16,26 @@ def test_theory_knows_every_op_that_the_witness_takes():
     assert theory_bytes("tree_all_reduce", 4, 4096) == 6 * 4096
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [({"ranks": 1}, "ranks=1"), ({"ops": ("gossip",)}, "ops='gossip'.*'ring_all_reduce'"),
-     ({"nbytes": 8}, "nbytes=8")],
-)  # fmt: skip
-def test_what_cannot_be_witnessed_is_refused(settings, says):
-    with pytest.raises(ValueError, match=says):
-        witness(**settings)
+def test_what_cannot_be_witnessed_is_refused():
+    refuses("ranks=1", witness, ranks=1)
+    refuses("ops='gossip'.*'ring_all_reduce'", witness, ops=("gossip",))
+    refuses("nbytes=8", witness, nbytes=8)
 
 
-def test_a_kernel_without_the_counter_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_COUNTERS", tmp_path / "dev")
-    for text in (None, "eth0: 1 2 3"):
-        if text:
-            (tmp_path / "dev").write_text(text)
-        with pytest.raises(OSError, match="only Linux has one"):
-            witness(2, ("send",))
-
-
-@linux
-def test_the_counter_is_the_loopbacks(monkeypatch, tmp_path):
-    assert loopback_bytes() >= 0
-    (tmp_path / "dev").write_text("  face\n  eth0: 5 1\n    lo: 123 4 0\n")
-    monkeypatch.setattr(module, "_COUNTERS", tmp_path / "dev")
+def test_the_counter_is_the_loopbacks_and_a_kernel_without_it_is_named(monkeypatch, tmp_path):
+    file = tmp_path / "dev"
+    monkeypatch.setattr(module, "_COUNTERS", file)
+    with pytest.raises(OSError, match="only Linux has one"):
+        witness(2, ("send",))
+    file.write_text("eth0: 1 2 3")
+    with pytest.raises(OSError, match="only Linux has one"):
+        witness(2, ("send",))
+    file.write_text("  face\n  eth0: 5 1\n    lo: 123 4 0\n")
     assert loopback_bytes() == 123
 
 
 def test_a_failing_rank_ends_the_witness_with_its_error():
     """A rank does not wait for ever at a gate for one that is gone."""
-    import paralab as pl
-
     with pytest.raises(pl.RankError, match="ZeroDivisionError"):
         module.between_gates(_fails, 2, (), timeout=30)
 

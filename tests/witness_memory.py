@@ -48,16 +48,10 @@ def witness(
     """Of one rank, without its peers."""
     from fake_tensors import DryLedger, alone
 
+    n, nothing = plan.world_size, lambda *_: None
     context = SimpleNamespace(
-        rank=rank,
-        world_size=plan.world_size,
-        nodes=(0,) * plan.world_size,
-        device="meta",
-        backend="fake",
-        strict=False,
-        store=None,
-        note=lambda text: None,
-        progress=lambda done, total: None,
+        **{"rank": rank, "world_size": n, "nodes": (0,) * n, "device": "meta", "backend": "fake"},
+        **{"strict": False, "store": None, "note": nothing, "progress": nothing},
     )
     _fused_sgd()
     with alone(model.attention):
@@ -119,11 +113,7 @@ def _step(context: Any, model: pl.ModelSpec, plan: pl.Plan, kind: type, **settin
         rank = trainer.rank
 
         def marked(method: Any) -> Any:
-            def run(ins: Any) -> None:
-                ledger.mark()
-                method(ins)
-
-            return run
+            return lambda ins: (ledger.mark(), method(ins))
 
         end = SimpleNamespace(frees=())
         rank.steps = [(marked(method), ins, span) for method, ins, span in rank.steps]
