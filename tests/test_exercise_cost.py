@@ -32,6 +32,7 @@ def raises(m, n):
 
 WRONG_FLOPS = [  # answer, words of the verdict
     (lambda m, n: 0.75 * eq3(m, n, head=4 / 3), "(yours recomputes nothing: with recomputation"),
+    (lambda m, n: eq3(m, n, head=4 / 3), "yours recomputes the head too"),
     (lambda m, n: eq3(m, n) / 2, "yours counts a multiply-add as one FLOP"),
     (lambda m, n: eq3(m, n, head=0), "(the head is missing)"),
     (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is 8 Ψ per token"),
@@ -67,6 +68,7 @@ def mfu_hfu(change):
 WRONG_SHARES = [  # answer, limits it breaks, words of the verdict
     (mfu_hfu(lambda mfu, hfu, *_: (hfu, hfu)), {MFU}, "that is HFU: MFU does not count what is"),
     (mfu_hfu(lambda mfu, hfu, *_: (mfu, mfu)), {HFU}, "that is MFU: HFU counts the second forward"),
+    (mfu_hfu(lambda mfu, hfu, *_: (mfu, 4 / 3 * mfu)), {HFU}, "the head is not recomputed"),
     (mfu_hfu(lambda mfu, hfu, *_: (100 * mfu, 100 * hfu)), {MFU, HFU}, "that is in per cent"),
     (mfu_hfu(lambda mfu, hfu, m, n, t, d, x: (mfu * d, hfu * d)), {MFU, HFU}, "of one device"),
     (mfu_hfu(lambda mfu, hfu, *_: (mfu, 1.01 * hfu)), {HFU}, "(1.01 times as much)"),

@@ -39,6 +39,8 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
     ([(LOGS, "flops / (devices * seconds)"), (MEAN, "return sum(logs) / len(logs)")], EVERY,
      "the arithmetic mean of the rates"),
     ([("abs(predicted / seconds - 1)", "predicted / seconds - 1")], {INSIDE, OUTSIDE}, "cancel"),
+    ([("abs(predicted / seconds - 1)", "abs(seconds / predicted - 1)")], {INSIDE, OUTSIDE},
+     "of the rate, not of the seconds"),
     ([("fitted(rows[:i] + rows[i + 1 :])", "rate")], {OUTSIDE}, "in sample: the row"),
     ([("- 1)", "- 1) * 100")], {INSIDE, OUTSIDE}, "(that is in per cent)"),
     ([("return rate, sum(seen) / len(seen), ", "return rate, "),

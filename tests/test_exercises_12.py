@@ -53,6 +53,8 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
      "(yours counts one sample per micro-batch)"),
     ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "in bf16 a number has 2 bytes"),
     ([("rank // (d * t)", "rank // t % p")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
+    ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"},
+     "the embedding's all-reduce is missing, or the rank is on another stage: tp is innermost"),
     ([("tp = m * ", "tp = ")], {"tp"}, "yours counts one micro-batch"),
     ([("reduces * 2 * (t - 1)", "reduces * (t - 1)")], {"tp"}, "that is half of an all-reduce"),
     ([("1 if stage == 0 else 2", "1")], {"pp"}, "a stage in the middle also sends gradients back"),
