@@ -1,65 +1,11 @@
 """Answers to the exercises that are wrong, each in a way that somebody would be wrong.
 
-A checker that lets one of them pass is broken. Ranks import this module, so it imports nothing.
+A checker that lets one of them pass is broken. Ranks import this module: it imports little.
 """
 
 from __future__ import annotations
 
-
-# ---- lab 01: ring_all_gather ---------------------------------------------------------------------
-def _around(group, tensor):
-    """(n, r, left, right, chunks) of this rank."""
-    n, r = group.size, group.index
-    return n, r, group.ranks[(r - 1) % n], group.ranks[(r + 1) % n], tensor.chunk(n)
-
-
-def ring_copied(group, tensor):
-    """A right answer, with a chunk of memory that it does not need."""
-    n, r, left, right, chunks = _around(group, tensor)
-    leaving, arriving = chunks[(r + 1) % n], tensor.new_empty(len(chunks[0]))
-    for step in range(n - 1):
-        group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()
-        leaving = chunks[(r - step) % n]
-        leaving.copy_(arriving)
-
-
-def ring_through_root(group, tensor):
-    n, r, _, _, chunks = _around(group, tensor)
-    if r:
-        group.send(chunks[(r + 1) % n], to=0).wait()
-        group.recv(tensor, source=0).wait()
-        return
-    for other in range(1, n):
-        group.recv(chunks[(other + 1) % n], source=other).wait()
-    for other in range(1, n):
-        group.send(tensor, to=other).wait()
-
-
-def ring_direct(group, tensor):
-    """Everybody to everybody: the same bytes, not on the ring."""
-    n, r, _, _, chunks = _around(group, tensor)
-    parts = []
-    for other in range(n):
-        if other != r:
-            parts += [("send", chunks[(r + 1) % n], other)]
-            parts += [("recv", chunks[(other + 1) % n], other)]
-    group.exchange(parts).wait()
-
-
-def ring_by_collective(group, tensor, **how):
-    n, r, _, _, chunks = _around(group, tensor)
-    gathered = tensor.new_empty(tensor.shape)
-    group.all_gather(gathered, chunks[(r + 1) % n].clone(), **how).wait()
-    tensor.copy_(gathered.roll(gathered.numel() // n))
-
-
-def ring_plain(group, tensor):
-    """With the functions of torch.distributed."""
-    import torch.distributed as dist
-
-    n, r, _, _, chunks = _around(group, tensor)
-    for owner in range(n):
-        dist.broadcast(chunks[(owner + 1) % n], owner)
+import itertools
 
 
 # ---- lab 04: a schedule --------------------------------------------------------------------------
@@ -103,11 +49,39 @@ def schedule_upside_down(pp, microbatches):
     return one_f_one_b(pp, microbatches, lambda rank: rank)
 
 
-def schedule_crossed(pp, microbatches):
-    """Two ranks that each wait for the other."""
-    lists = one_f_one_b(pp, microbatches)
-    if microbatches > 1:
-        row = lists[0]
-        row.remove("0B0")
-        row.insert(row.index("0F1"), "0B0")
-    return lists
+def schedule_without_end(pp, microbatches):
+    """Where it is asked first: lists of other sizes would be read to the cut, too."""
+
+    def row(rank):
+        for i in itertools.count() if (pp, microbatches) == (4, 6) else ():
+            yield f"{rank}F{i}"
+
+    return [row(rank) for rank in range(pp)]
+
+
+def never_ends_in_c(*asked):
+    return max(itertools.count())
+
+
+# ---- lab 09: the order of a streamed update ------------------------------------------------------
+def good(units, window):
+    jobs, ahead = [], window - 1
+    for unit in range(units + ahead):
+        if unit < units:
+            jobs += [("read", unit, unit % window), ("update", unit, unit % window)]
+        if unit >= ahead:
+            jobs.append(("write", unit - ahead, (unit - ahead) % window))
+    return jobs
+
+
+def one_after_the_other(units, window):
+    return [(kind, u, u % window) for u in range(units) for kind in ("read", "update", "write")]
+
+
+def in_batches(units, window):
+    """Fills the window, updates all of it, writes all of it."""
+    jobs = []
+    for first in range(0, units, window):
+        group = range(first, min(first + window, units))
+        jobs += [(kind, u, u - first) for kind in ("read", "update", "write") for u in group]
+    return jobs

@@ -128,7 +128,8 @@ class Table:
 
             parts = list(map(_parts, self._answers))
             with mock.patch.object(launching, "Run", counted):
-                self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)
+                each = max(ALONE_S, HANG_S / len(parts))  # the limit of a launch is the sum
+                self._verdicts = self.exercise.check_each(parts, timeout=each)
             linecache.cache.update(SOURCES)  # launches of other tables do not send what was read
             assert self.launches <= self.most, f"{self.launches} launches for one table"
         assert _is_in(answer, self._answers), answer

@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-import bad_answers_offload as bad
-import bad_attacks as attacks
+import bad_answers as bad
 import paralab as pl
-from bad_answers_offload import good
+from bad_answers import good
 from judged import Table
 
 STREAM = pl.exercises.stream
@@ -29,19 +28,13 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.one_after_the_other, {TIME},
      "units=6, window=2: with the fast host it takes 198 ms, required: at most 150 ms; the "
      "lane disk is idle from 10 ms to 18 ms, before write 0"),
-    (lambda n, w: good(n, 1), {TIME}, "198 ms, required: at most 150 ms"),
     (bad.in_batches, {TIME},
      "units=6, window=2: with the slow host it takes 255 ms, required: at most 205 ms; the lane "
      "host is idle from 70 ms to 95 ms, before update 2"),
     (lambda n, w: [(kind, u, u % w) for kind in KINDS for u in range(n)], {JOBS},
      "jobs[2]=('read', 2, 0): it overwrites unit 0, which is in that buffer and has not been"),
-    (lambda n, w: [(kind, u, u % w) for u in range(n) for kind in ("read", "write", "update")],
-     {JOBS}, "jobs[1]=('write', 0, 0): unit 0 has not been"),
     (changed(lambda jobs, n, w: [(k, u, (b + (k == "write")) % w) for k, u, b in jobs]), {JOBS},
      "unit 0 is not in buffer 1 by then"),
-    (changed(lambda jobs, n, w: [(k, (u + (k == "write")) % n, b) for k, u, b in jobs]), {JOBS},
-     "jobs[4]=('write', 1, 0): unit 1 is not in"),
-    (changed(lambda jobs, *_: jobs[:-1]), {JOBS}, "there is no write of unit 5"),
     (changed(lambda jobs, n, w: [job for job in jobs if job[:2] != ("update", n - 1)]), {JOBS},
      "unit 5 has not been updated by then"),
     (lambda n, w: [], {JOBS}, "units=6, window=2: there is no read of unit 0"),
@@ -51,28 +44,16 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "jobs[4]=('read', 2, 2): the buffers are 0 to 1"),
     (lambda n, w: good(n, 2), {MEMORY},
      "units=5, window=1: jobs[2]=('read', 1, 1): the only buffer is 0"),
-    (lambda n, w: good(6, w), {JOBS}, "units=1, window=2: jobs[2][1]=1: out of range"),
-    (changed(lambda jobs, n, w: [(k, u, b if w > 1 else u % 0) for k, u, b in jobs]), {JOBS},
-     "units=5, window=1: raised ZeroDivisionError"),
-    (bad.fills_the_window_first, {JOBS}, "units=1, window=2: jobs[1]"),
     (lambda n, w: None, {JOBS}, "jobs=None: not a list"),
-    (changed(lambda jobs, *_: [job[:2] for job in jobs]), {JOBS},
-     "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
     (changed(lambda jobs, *_: [" ".join(map(str, job)) for job in jobs]), {JOBS},
      "jobs[0]='read 0 0': not a job"),
-    (changed(lambda jobs, *_: [({"read": "load"}.get(k, k), u, b) for k, u, b in jobs]), {JOBS},
-     "jobs[0][0]='load': unknown choice; legal: 'read' | 'update' | 'wri"),
-    (changed(lambda jobs, *_: [(k, u + 1, b) for k, u, b in jobs]), {JOBS},
-     "=6: out of range; legal: a whole number from 0 to 5"),
-    (changed(lambda jobs, *_: [(k, u, b / 2) for k, u, b in jobs]), {JOBS},
-     "jobs[0][2]=0.0: not a whole number"),
     (lambda n, w: [("read", 0, 0) for _ in iter(int, 1)], {JOBS},
      "2,000,000 lines of the answer were run, and it has not ended"),
-    (attacks.stream_not_for_four, {JOBS}, "units=4, window=2: jobs[11][1]=4: out of range"),
+    (lambda n, w: good(5 if n == 4 else n, w), {JOBS},
+     "units=4, window=2: jobs[11][1]=4: out of range"),
 ]  # fmt: skip
 RIGHT = [
-    good, bad.two_of_many, bad.a_generator, attacks.stream_of_lists,
-    changed(lambda jobs, *_: tuple(jobs)),
+    good, lambda n, w: iter(good(n, w)), changed(lambda jobs, *_: list(map(list, jobs))),
     changed(lambda jobs, n, w: [(k, n - 1 - u, w - 1 - b) for k, u, b in jobs]),
 ]  # fmt: skip
 STREAMS = Table(STREAM, WRONG, RIGHT, exact=True, most=1)
@@ -133,14 +114,6 @@ def at_random(draw: random.Random, units: int, window: int) -> list:
         if not kinds:
             del inside[buffer]
     return jobs
-
-
-def test_at_every_size_but_the_trivial_ones_taking_turns_is_too_slow():
-    slow = {(size, host) for size in offload.SIZES for host in offload.UPDATE_S
-            if offload.too_late(bad.one_after_the_other(*size), *size, host)}  # fmt: skip
-    trivial = {(1, 2), (5, 1)}  # one unit, one buffer
-    assert {size for size, _ in slow} == set(offload.SIZES) - trivial
-    assert len(slow) == 2 * (len(offload.SIZES) - len(trivial))
 
 
 def test_a_wrong_timeout_is_refused():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product, repeat
+from itertools import product, repeat
 
 import numpy as np
 import pytest
 import torch
 
 import bad_answers as bad
-import bad_attacks as attacks
 import paralab as pl
 from judged import Table, defined, missed
 from paralab.exercises import clinic, one_process
@@ -34,34 +33,24 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda p, m: [[f"{r}{k}{i}" for i in range(m) for k in "FB"] for r in range(p)],
      {"simulated step", "other sizes"},
      "720 ms, required: at most 270 ms: rank 0 starts 0F1, the 3rd of its list, at 120"),
-    (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(p - r - 2, 0)), {"simulated step"},
-     "rank 0 starts 0F3, the 5th of its list"),
     (lambda p, m: bad.one_f_one_b(p, m, lambda r: p - r), {"live micro-batches"},
      "rank 0 holds 5 micro-batches"),
     (bad.schedule_upside_down, {"schedule"}, "rank 0 waits at 0B0, which needs 1B0 of rank 1"),
-    (bad.schedule_crossed, {"schedule"}, "deadlock, the waits form a cycle: rank 0 waits at"),
     # What any wrong list is told: test_schedule_check.py.
     (bad.schedule_forgets_a_half, {"schedule"}, "the weight half of the backward of stage"),
     (lambda p, m: bad.one_f_one_b(p, 6), {"other sizes"},
      "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
     (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(3 - r, 0)), {"other sizes"},
      "p=2, m=5: rank 0 holds 4 micro-batches"),
-    (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(p - r - 1 - (p == 5), 0)), {"other sizes"},
-     "p=5, m=3: takes 270 ms, required: at most 210 ms: rank 2 starts 2F2, the 4th of its list"),
-    (lambda p, m: [action for row in bad.one_f_one_b(p, m) for action in row], {"schedule"},
-     "p=4, m=6: your schedule: it returned 48 lists; legal: 4, one"),
-    (lambda p, m: [[("F", i) for i in range(m)] for _ in range(p)], {"schedule"},
-     "schedule[0][0]=('F', 0): not an action"),
     (lambda p, m: np.array(bad.one_f_one_b(p, m), dtype=object), {"schedule"},
      ("schedule=array([['0F0', ", ": not a schedule; legal: a list of actions per")),
-    (lambda p, m: [np.array(row) for row in bad.one_f_one_b(p, m)], {"schedule"},
-     ("schedule[0]=array(['0F0', ", ": not a list of actions; legal: ")),
     (lambda p, m: None, {"schedule"}, "p=4, m=6: the function returned None, required: a list of"),
     (lambda p, m: bad.one_f_one_b(p, m)[99], {"schedule"}, "p=4, m=6: raised IndexError"),
-    (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: more than 20,000 entries; legal: th"),
-    (attacks.never_ends, {"schedule"},
+    (bad.schedule_without_end, {"schedule"}, "p=4, m=6: more than 20,000 entries; legal: th"),
+    (lambda p, m: [0 for _ in iter(int, 1)], {"schedule"},
      "2,000,000 lines of the answer were run, and it has not ended"),
-    (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
+    (lambda p, m: bad.schedule_good(p, 1 if (p, m) == (4, 2) else m), {"other sizes"},
+     "p=4, m=2: "),
     (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one that you have written"),
     (lambda p, m: SCHEDULES["1f1b"](p, m), {"schedule"}, "paralab knows the answer: here it cann"),
 ]  # fmt: skip
@@ -74,8 +63,7 @@ def my_own(name):
     return lambda pp, microbatches: lists[pp, microbatches]
 
 
-RIGHT = [bad.schedule_good, bad.schedule_halves, my_own("zb-h1"),
-         attacks.schedule_of_any_arguments]  # fmt: skip
+RIGHT = [bad.schedule_good, bad.schedule_halves, lambda *asked: bad.schedule_good(*asked)]
 HALF = [my_own("gpipe"), my_own("naive")]
 TABLE = Table(OWN, [*WRONG, *((one, set(), "") for one in HALF)], RIGHT)
 test_a_wrong_schedule_is_refused, test_a_right_schedule_passes, test_its_stub = TABLE.tests()
@@ -118,22 +106,14 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
     ("two ranks", patients()["two ranks"], {"two ranks"}, "two ranks: schedule[0][1]='0B0': dead"),
     ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"},
      "1B2 is missing from the list of rank 1"),
-    ("two ranks", [FIXED["two ranks"][0] + " 0B0", FIXED["two ranks"][1]],
-     {"two ranks", "same work"}, "0B0 is added to the list of rank 0"),
     ("two ranks", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
      "two ranks: 2 moves, required: at most 1"),
     ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 list, required: 2, one per rank"),
-    ("two chunks", ["0F0 0F1 zero"], {"two chunks"}, "not an action"),
     ("two chunks", None, {"two chunks"}, "its lists are missing"),
-    ("three ranks", [row.replace("B", "I") for row in FIXED["three ranks"]],
-     {"three ranks", "same work"}, "missing in schedule[0]='0W0'"),
     ("two ranks", ["0B0 0F0 0F1 0F2 0B1 0B2", FIXED["two ranks"][1]], {"two ranks"},
      "schedule[0][0]='0B0': it comes before 0F0"),
-    ("two ranks", ["0F0 0F1 0B0 0F2 0B1 0B2 1B2", "1F0 1F1 1B0 1F2 1B1"],
-     {"two ranks", "same work"}, "schedule[0][6]='1B2': stage 1 belongs on rank 1"),
     ("three ranks", [FIXED["three ranks"][i] for i in (1, 0, 2)], {"three ranks", "same work"},
      "0F0 is missing from the list of rank 0"),
-    ("three ranks", 7, {"three ranks"}, "schedule=7: not a schedule"),
     ("three ranks", repeat(repeat("0F0")), {"two ranks"}, "more than 20,000 entries"),
 ]  # fmt: skip
 
@@ -178,27 +158,14 @@ def test_a_patient_deadlocks_and_its_picture_says_the_same_as_the_validator(pati
     assert patient.story in repr(patient) and patient.lists[0] in repr(patient)
 
 
-def within(row: list, most: int):
-    """Every order of a list, forward before backward, that takes at most ``most`` moves."""
-    for order in permutations(row):
-        place = {action: i for i, action in enumerate(order)}
-        if clinic.moves(row, order) <= most and all(
-            place[a] > place[a._replace(kind="F")] for a in order if a.kind == "B"
-        ):
-            yield order
-
-
-@pytest.mark.parametrize("name", ["two ranks", "two chunks"])
-def test_no_patient_runs_with_fewer_moves_than_are_allowed(name):
-    patient = CLINIC.patients[name]
-    lists, fewer = actions(patient.lists), patient.moves - 1
-    choices = [list(within(row, fewer)) for row in lists] if name == "two ranks" else [
-        [row, *_one_move(row)] for row in lists
-    ]  # fmt: skip
-    for tried in product(*choices):
-        if sum(map(clinic.moves, lists, tried)) <= fewer:
+def test_the_patient_of_two_chunks_runs_after_no_single_move():
+    patient = CLINIC.patients["two chunks"]
+    assert patient.moves == 2
+    lists = actions(patient.lists)
+    for rank, row in enumerate(lists):
+        for moved in _one_move(row):
             with pytest.raises(ScheduleError):
-                validate(tried)
+                validate([*lists[:rank], moved, *lists[rank + 1 :]])
 
 
 def _one_move(row: list) -> list[list]:

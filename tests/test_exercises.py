@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import bad_attacks as attacks
 import paralab as pl
+from bad_answers import never_ends_in_c
 from judged import TABLES, Table, defined, stored
 from paralab.exercises import sources
 from paralab.exercises.answers.zero_step import MyZero1
@@ -19,6 +19,7 @@ from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise, Takes
 from paralab.exercises.questions import wrong_number
 from paralab.exercises.verdict import Notes
+from refusals import refuses
 
 OWN = pl.exercises.own_schedule
 EXERCISES = list(pl.exercises.ALL.values())
@@ -66,6 +67,11 @@ def held(rule):
     return lambda model, recipe, gb: rule(sum(states(model, recipe).values()), gb)
 
 
+class NoRepr:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
 STATES = [  # answer, a limit it breaks, words of the verdict
     (lambda m, recipe: states(m, {s: size for s, size in recipe.items() if s != "master"}),
      "tied output matrix", "'master' is missing"),
@@ -74,8 +80,6 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (of(lambda m: m.num_params - (not m.tied) * m.vocab * m.hidden), "untied output matrix",
      "a tensor of its own"),
     (of(lambda m: 12 * m.layers * m.hidden**2), "large models", "12 l h²"),
-    (of(lambda m: m.layers * (12 * m.hidden**2 + 13 * m.hidden)), "large models",
-     "the blocks alone: embeddings"),
     (of(lambda m: m.num_params / 1e9), "large models", "required: bytes"),
     (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
      "'parameters': required: 497.759 MB, yours 663.679 MB"),
@@ -87,18 +91,14 @@ DEVICES = [
     (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),
     (held(lambda total, gb: math.ceil(total / (gb * 10**9)) * (1 + 1e-12)),
      "yours 4.000000000004 devices"),
-    (held(lambda total, gb: math.ceil(total / gb)), "a GB is 10⁹ bytes"),
     (held(lambda total, gb: total // (gb * 10**9)), "rounded, but not up"),
-    (held(lambda total, gb: round(total / (gb * 10**9))), "rounded, but not up"),
-    (held(lambda total, gb: math.ceil(total / (gb * 10**9)) + 1), "yours 5 devices"),
     (held(lambda total, gb: total / (gb * 10**9)), "only whole devices"),
     (lambda m, recipe, gb: math.ceil(m.num_params * 2 / (gb * 10**9)), "weights alone"),
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
     (held(lambda total, gb: int(total // (gb * 10**9)) + 1), "the states fit exactly"),
-    (held(lambda total, gb: Fraction(total, round(gb * 10**9))), "only whole devices"),
-    (attacks.returns(10**5000), "required: a number of devices, yours is"),
-    (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
-    (attacks.returns([0] * 10**6), "more than 20,000 entries; legal: "),
+    (lambda *asked: 10**5000, "required: a number of devices, yours is"),
+    (lambda *asked: NoRepr(), "<NoRepr without a repr: RuntimeError>"),
+    (lambda *asked: [0] * 10**6, "more than 20,000 entries; legal: "),
 ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.t
 
 
 def test_an_answer_that_does_not_come_back_is_a_verdict():
-    verdict = MODEL_STATES.check(attacks.never_ends_in_c, devices, timeout=1)
+    verdict = MODEL_STATES.check(never_ends_in_c, devices, timeout=1)
     said = "no rank makes progress any more: rank 0 is at line "
     assert not verdict and said in verdict.said, repr(verdict)
 
@@ -149,11 +149,6 @@ def test_an_answer_that_is_made_of_the_one_that_is_shown_is_refused():
     ):
         verdict = pl.exercises.ALL[name].check(answer)
         assert not verdict and how in verdict.said
-
-
-def test_a_trillion_parameters_need_202_devices_of_80_gb_for_states_alone():
-    model = pl.ModelSpec.preset("ptdp-1t")
-    assert devices(model, {"parameters": 2, "gradients": 2, "master": 4, "moments": 8}, 80) == 202
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -252,7 +247,6 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
     [
         ("### BEGIN SOLUTION\nx = 1", 1),
         ("x = 1\n### END SOLUTION", 2),
-        ("### BEGIN SOLUTION\n### BEGIN SOLUTION", 1),
         ("### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION", 2),
         ("### BEGIN SOLUTION\n### STUB: x\nx = 1\n### END SOLUTION\n\n### END SOLUTION", 6),
         ("### STUB: x", 1),
@@ -265,14 +259,12 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
 def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, line):
     said = rf"line {line}, '#.*a marker that is misplaced or misspelled; legal: "
     for read in (sources.student, sources.solution):
-        with pytest.raises(ValueError, match=said):
-            read(text)
+        refuses(said, read, text)
 
 
 def test_an_answer_that_no_file_has_is_an_error():
     for read in (sources.student, sources.solution):
-        with pytest.raises(ValueError, match="there is no such answer; legal: accumulate, "):
-            read("### ANSWER: nosuch\nx = 1")
+        refuses("no such answer; legal: accumulate, ", read, "### ANSWER: nosuch\nx = 1")
 
 
 # ---- guesses -------------------------------------------------------------------------------------
@@ -287,41 +279,22 @@ def test_a_guess_is_committed_once_and_stands():
     assert "committed to 3.4 MB already" in repr(guess.commit(5)) and guess.value == 3.4
     assert repr(guess) == "Guess(MB per rank?, committed to 3.4 MB)"
     assert repr(guess.reveal(1.7)) == "you said 3.4 MB, it is 1.7 MB: your guess is 2.00 times that"
+    assert repr(guess.reveal(3.4000001)).endswith(": exactly right")
+    assert repr(guess.reveal(0)) == "you said 3.4 MB, it is 0.0 MB: 3.4 MB apart"
 
 
 def test_a_reveal_without_a_guess_is_kind_and_ends_the_guessing():
     guess = asked()
-    said = repr(guess.reveal(6.3))
-    assert said == "it is 6.3 MB"
+    assert repr(guess.reveal(6.3)) == "it is 6.3 MB"
     assert "answer has been shown" in repr(guess.commit(6.3)) and guess.value is None
 
 
-def test_a_guess_that_is_right_or_has_no_ratio_says_so():
-    right, nought = asked(), asked()
-    right.commit(6.3), nought.commit(2)
-    assert repr(right.reveal(6.3000001)).endswith(": exactly right")
-    assert repr(nought.reveal(0)) == "you said 2.0 MB, it is 0.0 MB: 2.0 MB apart"
-
-
-@pytest.mark.parametrize(
-    "settings, field",
-    [
-        ({"low": 10}, "high"),
-        ({"low": "few"}, "low"),
-        ({"high": float("nan")}, "high"),
-        ({"decimals": 1.5}, "decimals"),
-    ],
-)
-def test_a_question_that_cannot_be_asked_is_refused(settings, field):
-    with pytest.raises(ValueError, match=f"{field}=.*; legal: "):
-        asked(**settings)
-
-
-@pytest.mark.parametrize("value", [11, -0.1, "much", None, float("nan")])
-def test_a_commitment_out_of_range_is_refused_and_commits_to_nothing(value):
+def test_what_cannot_be_asked_or_committed_is_refused_and_commits_to_nothing():
+    for settings in ({"low": 10}, {"low": "few"}, {"high": float("nan")}, {"decimals": 1.5}):
+        refuses("(low|high|decimals)=.*; legal: ", asked, **settings)
     guess = asked()
-    with pytest.raises(ValueError, match=r"value=.*legal: "):
-        guess.commit(value)
+    for value in (11, -0.1, "much", None, float("nan")):
+        refuses("value=.*legal: ", guess.commit, value)
     assert guess.value is None
 
 
@@ -346,12 +319,9 @@ def test_slider_and_button_commit_like_the_call():
     button.click()
     assert guess.value == 7.5 and slider.disabled and button.disabled
     assert said.value == "committed: 7.5 MB"
-    by_call, revealed = asked(), asked()
-    for shown in (by_call, revealed):
-        shown._repr_mimebundle_()
-    by_call.commit(1.0), revealed.reveal(1.0)
+    by_call = asked()
+    by_call._repr_mimebundle_(), by_call.commit(1.0)
     assert parts(by_call)[0].value == 1.0 and parts(by_call)[1].disabled
-    assert parts(revealed)[1].disabled and "has been shown" in parts(revealed)[2].value
 
 
 # ---- one of a few explanations -------------------------------------------------------------------
@@ -379,9 +349,7 @@ def test_an_answer_without_a_pick_says_it_and_ends_the_choosing():
 def test_the_buttons_pick_and_then_show_what_was_picked():
     choice = why()
     shown = choice._repr_mimebundle_()
-    assert (
-        shown["text/plain"] == repr(choice) and "application/vnd.jupyter.widget-view+json" in shown
-    )
+    assert shown["text/plain"] == repr(choice)
     *rows, said = choice._box.children[1:]
     first, second = (row.children[0] for row in rows)
     second.click()
@@ -392,13 +360,8 @@ def test_the_buttons_pick_and_then_show_what_was_picked():
     assert "run the question's cell again to choose again" in late._box.children[-1].value
 
 
-@pytest.mark.parametrize("options", [(), ["one"], ["same", "same"], "words"])
-def test_a_choice_needs_two_options(options):
-    with pytest.raises(ValueError, match="nothing to choose from"):
-        pl.exercises.choose("which?", options)
-
-
-@pytest.mark.parametrize("number", [0, 3, "1", 1.5])
-def test_a_pick_that_is_no_option_is_refused(number):
-    with pytest.raises(ValueError):
-        why().pick(number)
+def test_a_choice_needs_two_options_and_a_pick_is_one_of_them():
+    for options in ((), ["one"], ["same", "same"], "words"):
+        refuses("nothing to choose from", pl.exercises.choose, "which?", options)
+    for number in (0, 3, "1", 1.5):
+        refuses("legal: ", why().pick, number)

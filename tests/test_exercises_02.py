@@ -2,7 +2,6 @@
 
 import pytest
 
-import bad_answers_02 as bad
 import paralab as pl
 from judged import Table, altered
 from paralab.exercises import ddp
@@ -14,26 +13,24 @@ AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
 
 mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
-ALONE = "no gradient was sent"
+GATHERED = (
+    "every = [0 * parameter.grad for _ in range(dist.get_world_size())]\n"
+    "        dist.all_gather(every, parameter.grad)\n"
+    "        parameter.grad = sum(every) / len(every)"
+)
 SUMMED = "it is the sum over the ranks, required: the mean"
 MEANS = [  # answer, limits it breaks, words of the verdict
     (mean((DIVIDE, "pass")), {"gradients"}, SUMMED),
     (mean(("dist.get_world_size()", "4")), {"weights"},
      "; gradients are divided by 4, on 3 ranks"),
-    (mean(("dist.get_world_size()", "3")), {"gradients"}, "; it is 4/3 times what is required"),
     (mean((SUM, f"parameter.grad *= dist.get_rank() > 0; {SUM}")), {"gradients"},
      "; the terms of micro-batch 0 of rank 0 and of micro-batch 1 of rank 0 are missing"),
-    (mean((SUM, f"{DIVIDE}; {SUM}")), {"gradients"},
-     "it is divided by the number of ranks twice"),
-    (lambda module: None, {"gradients", "bytes per rank"}, ALONE),
-    (mean(("module.parameters()", "list(module.parameters())[:1]")),
-     {"gradients", "bytes per rank"}, "embedding.position.weight"),
+    (lambda module: None, {"gradients", "bytes per rank"}, "no gradient was sent"),
     (mean((SUM, "dist.reduce(parameter.grad, dst=0)")), {"gradients"},
      ("gradients: rank 1: embedding.token.weight",
       "it is rank 1's own gradient divided by 4, to which no other was added")),
-    (bad.mean_gathered, {"bytes per rank"}, "rank 0 sends 410,112 bytes in a step, required: "),
-    (mean(("parameter.grad", "parameter.data")), {"gradients"},
-     "it is rank 0's own gradient, to which no other was added"),
+    (mean((SUM, GATHERED), (DIVIDE, "pass")), {"bytes per rank"},
+     "rank 0 sends 410,112 bytes in a step, required: "),
     (mean((SUM, "parameter.grad = None"), (DIVIDE, "pass")), {"gradients"},
      "at the end of the step embedding.token.weight has no gradient"),
 ]  # fmt: skip
@@ -42,7 +39,7 @@ own = altered("my_ddp")
 N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
 MEAN, BUCKET = f"flat /= {N}", "= module, bucket_bytes"
 REST = "        if self.bucket:\n            self.send()\n"
-LOUD, QUIET = "            self.quiet = False\n", "            return\n"
+LOUD = "            self.quiet = False\n"
 WAITED = "        for flat, parameters, work in self.in_flight:\n            work.wait()\n"
 PER_PARAMETER, ONE_BUCKET = own((BUCKET, "= module, 1")), own((BUCKET, "= module, 2**40"))
 
@@ -72,16 +69,8 @@ DDPS = [
     (own(("self.quiet = True", "pass"), (LOUD, "            self.finish()\n")),
      {"bytes per rank"},
      "rank 0 sends 410,112 bytes in a step, 205,056 of them within no_sync(), required: "),
-    (own((QUIET, "            parameter.grad = None\n            return\n")), {"gradients"},
-     "; only the terms of micro-batch 1 of rank 0 and of micro-batch 1 of rank 1 and "),
-    (own((LOUD, "            pass\n")), {"gradients", "bytes per rank"},
-     "no gradient was sent"),
-    (own(("self.quiet = False", "self.quiet = True")), {"bytes per rank"},
-     "sends one, and the last backward of a step runs outside no_sync()"),
     (own(("in parameters]", "in parameters[::-1]]"), ("zip(parameters,", "zip(parameters[::-1],")),
      {"gradients"}, "; from there on it has elements of another place, in blocks.0.norm1.weight"),
-    (own(("(flat, self.bucket, work)", "(flat.clone(), self.bucket, work)")),
-     {"gradients"}, "embedding.token.weight"),
     (own((WAITED, f"        self.in_flight[-1][2].wait()\n{WAITED.splitlines()[0]}\n")),
      {"gradients"}, "rank 0 never waits for all_reduce #"),
     (own(("= part.view_as(parameter)", "= parameter.grad if dist.get_rank() else "
@@ -96,15 +85,13 @@ DDPS = [
     (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
     (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),
      {"extra memory"}, "bytes in addition to the gradients, required: at most"),
-    (own((WORK, "work = dist.all_reduce(flat.new_zeros(1), async_op=True)"), (MEAN, "pass")),
-     {"gradients", "bytes per rank"}, "bytes in a step, required: "),
     (OTHER_ORDER, {"gradients"}, "make the same calls in the same order"),
     (own(("def finish(", "def over(")), {"gradients"}, "no method finish"),
     (own(("module: nn.Module, bucket_bytes: int", "module: nn.Module"), (BUCKET, "= module, 9**6")),
      {"gradients"}, "yours cannot be called in this way: got an unexpected keyword"),
 ]  # fmt: skip
 RIGHT_DDP = own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", ""))
-MEAN = Table(AVERAGE, MEANS, [bad.mean_coalesced])
+MEAN = Table(AVERAGE, MEANS)
 TABLE = Table(DDP, DDPS, [RIGHT_DDP], alone=[OTHER_ORDER], most=5)  # two of these are references
 test_a_wrong_mean_is_refused, test_a_right_mean_passes, test_the_stub_of_a_mean = MEAN.tests()
 test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = TABLE.tests()

@@ -4,87 +4,56 @@ import importlib
 
 import numpy as np
 
-import bad_answers_08 as bad
 import paralab as pl
 from judged import Table, altered
 from paralab.exercises.tries import Outcome
 
 SUMMA = pl.exercises.summa
 summa, torus = (importlib.import_module(f"paralab.exercises.{n}") for n in ("summa", "cannon"))
-ALONE = "it is the one term "
-
 
 changed = altered("summa")
 TERM = "self.sent(self.row, x, step) @ self.sent(self.column, w, step)"
 SUMS = "dist.reduce(part, group_dst=step, "
-ACROSS_X, ACROSS_W = (
-    (f"{SUMS}group=self.{a})", f"{SUMS}group=self.{b})")
-    for a, b in (("row", "column"), ("column", "row"))
-)
-ADDED = [
-    (f"if dist.get_rank(self.{line}) == step:\n                {name} = part",
-     f"{name} = part + ({name} if step else 0)")
-    for line, name in (("row", "dx"), ("column", "dw"))
-]  # fmt: skip
-KEEPS = {name: f"{line}) == step:\n                {name} = part"
-         for name, line in (("dx", "row"), ("dw", "column"))}  # fmt: skip
-SWAPPED = [(KEEPS["dx"], KEEPS["dx"].replace("row", "column")),
-           (KEEPS["dw"], KEEPS["dw"].replace("column", "row"))]  # fmt: skip
-TRANSPOSED = ("self.sent(self.column, w, step).t()", "self.sent(self.column, w.t(), step)")
+ACROSS_X = (f"{SUMS}group=self.row)", f"{SUMS}group=self.column)")
 ROOT = changed(("group_src=step", "src=step"))
 HALF = changed(("y = x.new_zeros", "if not dist.get_rank(self.column):  # the others wait\n"
                 "            return x @ w\n        y = x.new_zeros"))  # fmt: skip
+# As many elements, and a whole row and a whole column on every rank.
+GATHERED = """        q = dist.get_world_size(self.row)
+        xs, ws = x.new_empty(q, *x.shape), w.new_empty(q, *w.shape)
+        dist.all_gather_into_tensor(xs.view(-1), x.view(-1), group=self.row)
+        dist.all_gather_into_tensor(ws.view(-1), w.view(-1), group=self.column)
+        return (xs @ ws).sum(0)
+"""
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.GathersAll, {"memory forward"}, ("bytes in addition to its own blocks, "
-     "required: at most 20,584; a whole row or column has 30,720 bytes")),
-    (changed(("y += ", "y = ")), {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
+    (changed(("        y = x.new_zeros", f"{GATHERED}        y = x.new_zeros")), {"memory forward"},
+     ("bytes in addition to its own blocks, required: at most 20,584; a whole row or column has "
+      "30,720 bytes")),
     (changed((TERM, "x @ w / 2")), {"Y", "elements forward"},
      "all ranks send 0 elements, required: 17,664"),
-    (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),
-     {"Y"}, "; X went along the columns and W along the rows"),
     *((changed((TERM, term)), {"Y"}, ("rank (0, 0): block of Y", f"; {words}"))
       for term, words in (
           (TERM.replace("self.sent(self.row, x, step)", "x"),
            "the term X_01 W_10 is missing, the term X_00 W_10 is in it"),
           (TERM.replace("w, step", "w, dist.get_world_size(self.row) - 1 - step"),
            "the terms X_00 W_00 and X_01 W_10 are missing, the terms X_00 W_10 and X_01 W_00 "))),
-    (changed(("self.sent(self.column, w, step).t()", "self.sent(self.row, w, step).t()")),
-     {"gradients"}, "; the term dY_01 (W_01)ᵀ is missing, the term dY_01 (W_00)ᵀ is in it"),
     (ROOT, {"Y"}, "Global rank 0 is not part of group <torch.distributed.distributed_c10d.Proc"
      "essGroup object>, line 39 of cell "),
-    (changed(("block if dist.get_rank(group)", "block.clone() if dist.get_rank("
-              "self.column if group is self.row else self.row)")), {"Y", "gradients"},
-     ("block of Y, element (0, 0): nan, required: ", "; an empty block is in it, as when ")),
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
      {"elements forward"}, "35,328 elements, required: 17,664 (yours is 2 times that)"),
     (changed(("else torch.empty_like(block)", "else block")),
      {"Y", "gradients"}, "; forward overwrites its x or w, which later steps need: in step l only"),
-    (changed((f"{SUMS}group=self.row)", "pass"), (f"{SUMS}group=self.column)", "pass")),
-     {"gradients", "elements backward"}, f"{ALONE}dY_00 (W_00)ᵀ"),
     (changed((SUMS, "dist.all_reduce(part, ")), {"elements backward"},
      "52,992 elements, required: 35,328 (yours is 1.5 times"),
+    (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
+    (changed(ACROSS_X[::-1]), {"gradients"}, "; terms were summed along the row, required: the co"),
     (changed(("return dx, dw", "return dx, dw.t().contiguous()")),
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
-    (changed((f"{SUMS}group=self.column)", "pass")),
-     {"gradients", "elements backward"}, f"{ALONE}(X_00)ᵀ dY_00"),
-    (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
-    (changed(ACROSS_W), {"gradients"}, "; terms were summed along the row, required: the column"),
-    *((changed(*how, *ADDED), {"gradients"}, "results of all steps were added; its block is the")
-      for how in ((), [(SUMS, "dist.all_reduce(part, ")])),
-    (changed(("return dx, dw", "return dx")), {"Y"},
-     "q=2: rank 0 raised ValueError: too many values to unpack"),
-    *((changed(one), {"gradients"}, (f"(0, 1): block of {name}", "; it is its own term of step "
-       f"{own}, its place in the {line}; it has to keep the sum of step {1 - own}, its place in"))
-      for name, own, line, one in (("dX", 0, "column", SWAPPED[0]), ("dW", 1, "row", SWAPPED[1]))),
-    (changed(TRANSPOSED), {"Y"}, ("raised ValueError: broadcast of a tensor of shape (6, 48): it "
-     "is not contiguous in memory", "; legal: tensor = tensor.contiguous() before the call")),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
-    (changed(("def forward", "def f"), ("def backward", "def b")), {"Y"},
-     "no method forward and no method backward"),
 ]  # fmt: skip
 
 
-TABLE = Table(SUMMA, WRONG, [bad.OneBuffer], alone=[ROOT, HALF])
+TABLE = Table(SUMMA, WRONG, alone=[ROOT, HALF])
 test_a_wrong_summa_is_refused, test_a_right_summa_passes, test_its_stub = TABLE.tests()
 
 
@@ -109,22 +78,12 @@ ROWS, COLUMNS = (
     f"{name} = [dist.new_group([a * q + b for {a} in range(q)]) for {b} in range(q)]"
     for name, a, b in (("rows", "b", "a"), ("columns", "a", "b"))
 )
-LINES, BEGIN = "return rows[i], columns[j]", "    i, j = divmod"
+LINES = "return rows[i], columns[j]"
 # Some of its ranks fail, and the others wait for them.
 FIRST_ONES = groups((LINES, "return rows[0], columns[0]"))
-# Its members alone make a group, which hangs in a launch that other answers share.
-LOCAL = groups(
-    (ROWS, "rows = {i: dist.new_group([i * q + b for b in range(q)], **local)}"),
-    (COLUMNS, "columns = {j: dist.new_group([a * q + j for a in range(q)], **local)}"),
-    (BEGIN, f"    local = {{'use_local_synchronization': True}}\n{BEGIN}"),
-)
 LINE = [  # answer, limits it breaks, words of the verdict
     (groups((LINES, "return columns[j], rows[i]")), {"row", "column"},
      "[0, 2], required: [0, 1]; these are the ranks of its column"),
-    (groups((LINES, "return rows[i], rows[i]")), {"column"},
-     "[0, 1], required: [0, 2]; these are the ranks of its row"),
-    (groups(("b for a in", "(a + b) % q for a in"), ("columns[j]", "columns[(j - i) % q]")),
-     {"column"}, "the column has the ranks [0, 3], required: [0, 2]"),
     (groups(("rows[i]", "dist.new_group(list(range(q * q)))")), {"row"},
      "the row has the ranks [0, 1, 2, 3], required: [0, 1]"),
     (groups(("dist.new_group(", "list(")), {"row"},
@@ -140,50 +99,39 @@ LINE = [  # answer, limits it breaks, words of the verdict
      "q=2: rank 1 makes the group [1, 3] where rank 0 makes no other group"),
 ]  # fmt: skip
 FIRST, NEXT = "moved(x, w, i, j)", "moved(x, w, 1, 1)"
-WAYS = [
-    ("0, 0", "; nothing was moved before the first product"),
-    ("i, 0", "; W was not moved before the first product"),
-    ("0, j", "; X was not moved before the first product"),
-    ("-i, -j", "; X was moved to the right and W down before the "),
-    ("-i, j", "; X was moved to the right before the first"),
-    ("i, -j", "; W was moved down before the first product"),
-]
+ALL_AT_ONCE = """    xs, ws = {}, {}
+    for k in range(q):
+        xs[(j + k) % q], ws[(i + k) % q] = moved(x, w, k, k)
+    return sum(xs[k] @ ws[k] for k in range(q))
+"""
 TURN = [
     # Those judged by memory go first. Each answer's messages have threads of their own, and
     # Python's set of a process's threads is counted as memory once it has 4 KiB.
-    (bad.cannon_gathers, {"memory"}, "holds 29,376 bytes in addition to x and w, required: at"),
-    (bad.cannon_gathers_w, {"memory"}, "holds 27,072 bytes in addition to x and w, required:"),
-    *((cannon((FIRST, f"moved(x, w, {way})")), {"Y"}, words) for way, words in WAYS),
+    (cannon((f"    x, w = {FIRST}", ALL_AT_ONCE)), {"memory"},
+     "holds 29,376 bytes in addition to x and w, required: at"),
+    (cannon((FIRST, "moved(x, w, -i, -j)")), {"Y"}, "; X was moved to the right and W down be"),
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
       "; between the products X goes left and W down, or X right and W ")),
-    (cannon((NEXT, "moved(x, w, 1, 0)")), {"Y"},
-     "; the term X_01 W_10 is missing, the term X_01 W_00 is in it"),
     (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
-    (cannon(("y += x @ w", "y = x @ w")), {"Y"},
-     f"{ALONE}X_01 W_10, to which no other was added"),
-    (cannon((f"x, w = {FIRST}", "return x @ w")), {"Y"},
-     "; nothing was moved: it is the product of the rank's own "),
     (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},
      "q=4: rank (3, 3) sends 52,992 bytes, required: at most 35,328, 4 blocks of X and of W"),
-    (bad.cannon_by_broadcasts, {"calls", "blocks sent"},
-     "q=2: it calls broadcast, required: messages between two ranks"),
-    (bad.cannon_fetches, {"calls"},
+    (cannon((f"x, w = {FIRST}", f"own = x, w\n    x, w = {FIRST}"), ("for _", "for k"),
+            (NEXT, "moved(*own, i + k + 1, j + k + 1)")), {"calls"},
      "q=4: rank (0, 0) sends to rank (0, 2) after the first move, required: to a neighbour"),
     (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
      "q=2: rank (1, 1) sends 33,024 bytes, required: at most 17,664, 2 blocks"),
-    (bad.cannon_in_place, {"Y"}, "q=2: it changes x, which its caller still needs: work on a copy"),
-    (bad.cannon_overwrites, {"Y"},
+    (cannon((f"x, w = {FIRST}", f"x[:], w = {FIRST}")), {"Y"},
+     "q=2: it changes x, which its caller still needs: work on a copy"),
+    (cannon((FIRST, "moved(x, w, 1, 0)"), ("torch.empty_like(found[at])", "found[at]")), {"Y"},
      ("a tensor of send #0 to rank ", " was changed before it was waited for")),
 ]  # fmt: skip
-GROUPED = [
-    LOCAL,
-    groups((f"{ROWS}\n    {COLUMNS}", f"{COLUMNS}\n    {ROWS}"),
-           (LINES, "return [rows[i], columns[j]]")),
-]  # fmt: skip
+GROUPED = groups(
+    (f"{ROWS}\n    {COLUMNS}", f"{COLUMNS}\n    {ROWS}"), (LINES, "return [rows[i], columns[j]]")
+)
 MOVED = [cannon((NEXT, "moved(x, w, -1, -1)"))]
-ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES, LOCAL])
+ALL_LINES = Table(pl.exercises.grid_groups, LINE, [GROUPED], alone=[FIRST_ONES])
 TORUS = Table(pl.exercises.cannon, TURN, MOVED)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = ALL_LINES.tests()
 test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORUS.tests()

@@ -10,25 +10,6 @@ from judged import Table, altered
 SENDS = pl.exercises.rank_sends
 
 
-def by_names(model, plan, rank):
-    """From the shapes of the model's own parameters: an unusual answer that is right."""
-    cut, names = ("qkv", "up", "token"), model.parameter_shapes()
-    stage, each = rank // (plan.dp * plan.tp), model.layers // plan.pp
-    mine = {f"blocks.{i}" for i in range(stage * each, (stage + 1) * each)}
-    psi = 0
-    for name, shape in names.items():
-        there = ".".join(name.split(".")[:2]) in mine or (name[:3] == "emb" and stage == 0)
-        rows = any(part in name for part in cut) or name.endswith(("proj.weight", "down.weight"))
-        psi += there * shape[0] * (shape[1] if len(shape) > 1 else 1) // (plan.tp if rows else 1)
-    first = stage == 0
-    one = (4 if plan.precision == "fp32" else 2) * plan.microbatch_size * model.seq_len
-    calls = each * (4 + 2 * (plan.recompute == "full")) + first
-    tp = plan.microbatches * calls * 2 * (plan.tp - 1) * one * model.hidden // plan.tp
-    width = one // plan.microbatch_size // model.seq_len
-    pp = plan.microbatches * one * model.hidden * (1 if first else 2)
-    return {"tp": tp, "pp": pp, "dp": 2 * (plan.dp - 1) * width * psi // plan.dp}
-
-
 def counted(model, plan, rank):
     return dict(pl.dry_run(model, plan, rank=rank).traffic(by="axis").to_numpy())
 
@@ -68,35 +49,20 @@ def loops_behind_a_refusal(model, plan, rank):
 
 WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("6 if", "4 if")], {"tp"}, "forward runs twice, and so do its two all-reduces"),
-    ([("else 4)", "else 6)")], {"tp"},
-     "(yours counts recomputation, which this plan does not use)"),
     ([("plan.microbatch_size * s", "s")], {"tp", "pp"},
      "(yours counts one sample per micro-batch)"),
-    ([("4 if plan", "2 if plan")], {"tp", "pp", "dp"}, "in fp32 a number has 4 bytes"),
     ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "in bf16 a number has 2 bytes"),
     ([("rank // (d * t)", "rank // t % p")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
     ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"},
      "the embedding's all-reduce is missing, or the rank is on another stage: tp is innermost"),
-    ([("    if stage == 0:\n        reduces", "    if True:\n        reduces")], {"tp"},
-     "there is no embedding on this stage"),
     ([("tp = m * ", "tp = ")], {"tp"}, "yours counts one micro-batch"),
     ([("reduces * 2 * (t - 1)", "reduces * (t - 1)")], {"tp"}, "that is half of an all-reduce"),
-    ([("2 * (t - 1) * activation // t", "activation")], {"tp"}, "an all-reduce sends 2 (t-1)/t"),
-    ([("1 if stage == 0 else 2", "2")], {"pp"}, "the first stage has no stage before it"),
     ([("1 if stage == 0 else 2", "1")], {"pp"}, "a stage in the middle also sends gradients back"),
-    ([("messages * activation", "messages * activation // t")], {"pp"}, "every tensor-parallel"),
     ([("2 * (d - 1) * width", "m * 2 * (d - 1) * width")], {"dp"}, "summed once per step"),
-    ([("2 * (d - 1) * width", "(d - 1) * width")], {"dp"}, "that is half of an all-reduce"),
     ([("    if stage == 0:\n        parameters", "    if False:\n        parameters")], {"dp"},
      "dp=2, pp=3, tp=4, m=6, rank 0: "),
     ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t")], {"dp"},
      "(norms and the biases of row-parallel layers are replicated)"),
-    ([("t + s * h", "t + s * h // t")], {"dp"}, "(the positions' embedding is replicated)"),
-    ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t"), ("t + s * h", "t + s * h // t")],
-     {"dp"}, "layers and positions are replicated)"),
-    ([("2 * (d - 1) * width * parameters // d", "2 * width * parameters")], {"dp"},
-     "(the factor (d-1)/d is missing, or in bf16 a number has 2 bytes)"),
-    ([("2 * (t - 1) * activation // t", "2 * activation")], {"tp"}, "factor (t-1)/t is missing"),
     ([("return {\"tp\": tp, ", "return {")], {"tp"}, "the dict has no entry 'tp'"),
     ([("return {\"tp\": tp, \"pp\": pp, \"dp\": dp}", "return tp + pp + dp")], {"tp", "pp", "dp"},
      "required: a dict, {axis: bytes}, yours is an int"),
@@ -110,5 +76,5 @@ BAD = [
     (loops_behind_a_refusal, set(SENDS.required), LIBRARY),
     (counted_behind_a_loop, set(SENDS.required), "2,000,000 lines of the answer were run"),
 ]
-TABLE = Table(SENDS, BAD, [by_names], exact=True)
+TABLE = Table(SENDS, BAD, exact=True)
 test_wrong_bytes_are_refused, test_right_bytes_pass, test_its_stub = TABLE.tests()

@@ -2,82 +2,91 @@
 
 import re
 
-import pytest
-
-import bad_answers as bad
-import bad_attacks as attacks
 import paralab as pl
 from judged import Table, altered
 from paralab.exercises import attempts
 from paralab.launch import launch_program
+from refusals import refuses
 
 
 def test_a_plan_takes_no_class_for_the_gradients_sum_and_says_what_it_takes_instead():
     said = r"grad_sync=.*; legal: .*'overlapped' \| None.*passes=\(f,\)"
-    with pytest.raises(ValueError, match=said):
-        pl.Plan(dp=2, grad_sync=Table)
+    refuses(said, pl.Plan, dp=2, grad_sync=Table)
 
 
 ring = altered("all_gather_half")
-CHUNKS, BEGIN = "chunks = tensor.chunk(n)", "    n, r = group.size, group.index"
+BEGIN = "    n, r = group.size, group.index"
 EXCHANGE = 'group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()'
-SENDS_FIRST = ring(
-    (EXCHANGE, "group.send(leaving, to=right).wait()\n"
-               "        group.recv(arriving, source=left).wait()")
-)  # fmt: skip
-WAITS_FOR_NOBODY = ring(
-    (BEGIN, f"    if not group.index:  # never takes part\n        return\n{BEGIN}")
-)
+POST = EXCHANGE.removesuffix(".wait()")
+
+
+def instead(change: str):
+    """The answer with another exchange in its loop."""
+    return ring((EXCHANGE, change))
+
+
+def begins(*lines: str):
+    """The answer with these lines before its first one."""
+    return ring((BEGIN, "\n".join(["    " + line for line in lines] + [BEGIN])))
+
+
+SENDS_FIRST = instead("group.send(leaving, to=right).wait()\n"
+                      "        group.recv(arriving, source=left).wait()")  # fmt: skip
+WAITS_FOR_NOBODY = begins("if not group.index: return  # never takes part")
+COPIED = instead(f"kept, arriving = arriving, arriving.clone()\n        {EXCHANGE}\n"
+                 "        kept.copy_(arriving)")  # fmt: skip
 RING = [  # answer, limits it breaks, words of the verdict
-    (ring((EXCHANGE, "other = tensor.clone()\n        "
-           'group.exchange([("send", tensor, right), ("recv", other, left)]).wait()\n'
-           "        arriving.copy_(other.chunk(n)[(r - step) % n])")),
+    (instead("other = tensor.clone()\n        "
+             'group.exchange([("send", tensor, right), ("recv", other, left)]).wait()\n'
+             "        arriving.copy_(other.chunk(n)[(r - step) % n])"),
      {"bytes per rank", "extra memory", "simulated time"}, "40,000 bytes"),
-    (bad.ring_through_root, {"calls", "bytes per rank", "simulated time"},
-     "not its neighbour on the ring"),
-    (bad.ring_direct, {"calls"},
-     "n=4: rank 0 sends to rank 2, which is not its neighbour on the ring"),
-    (ring((CHUNKS, "copy = tensor.clone()\n    chunks = copy.chunk(n)"),
-          (EXCHANGE, f"{EXCHANGE}\n    tensor.copy_(copy)")), {"extra memory"},
-     "n=2: rank 0 takes 40,000 bytes in addition to the tensor, required: at most 20,000, one "
-     "chunk"),
-    (ring(("chunks[(r - step) % n]", "chunks[(r - step) % n].clone()")), {"result"},
-     "n=2: rank 0, chunk 0, element 0: -1, required: "),
-    (ring((CHUNKS, f"r -= 1\n    {CHUNKS}")), {"result"},
-     "; no finished chunk was received into it"),
-    (ring(("r + 1 - step", "r + 1 + step"), ("(r - step)", "(r + 2 + step)")), {"result"},
-     "; it is chunk 2's part"),
+    (ring(("(r - 1)", "(r - 1 - n // 4)"), ("group.ranks[(r + 1)", "group.ranks[(r + 1 + n // 4)")),
+     {"calls"}, "n=4: rank 0 sends to rank 2, which is not its neighbour on the ring"),
     (ring(("range(n - 1)", "range(max(n - 2, 1))")), {"result"}, "n=3: rank 0, chunk 2"),
-    (bad.ring_by_collective, {"calls", "extra memory"}, "calls group.all_gather"),
-    (ring((EXCHANGE, "for out, into in zip(leaving.chunk(4), arriving.chunk(4)):\n            "
-           'group.exchange([("send", out, right), ("recv", into, left)]).wait()')),
+    (instead("for out, into in zip(leaving.chunk(4), arriving.chunk(4)):\n            "
+             'group.exchange([("send", out, right), ("recv", into, left)]).wait()'),
      {"simulated time"},
      ("simulated time (n=2): 96.0 µs, required: at most 36.0 µs: rank 0 sends 4 messages, "
       "required: 1")),
     (SENDS_FIRST, {"result"}, "each waits forever until the other receives: post both"),
     (WAITS_FOR_NOBODY, {"result"}, ("no rank makes progress any more: rank 0 has "
      "returned its result; rank 1 is in")),
-    # right by luck, around the ledger, for one size
-    (attacks.ring_waits_at_the_end, {"result"},
-     "of send #2 to rank 1 was changed before it was waited for"),
-    (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
-    (attacks.ring_changes_what_it_sends, {"result"},
-     "of send #0 to rank 1 was changed before it was waited for"),
-    (attacks.ring_decoy, {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
-    (attacks.ring_control, {"calls", "extra memory"}, "calls group.all_gather"),
-    (attacks.ring_writes_the_numbers, {"result"}, "n=2: rank 0, chunk 0, element 0: 0, required: "),
-    (attacks.ring_resizes, {"result"}, "n=2: rank 0: the tensor has shape (10,) now"),
-    (attacks.ring_exits, {"result"}, "n=2: rank 0 called sys.exit(3)"),
-    (attacks.ring_generator_exit, {"result"}, "n=2: rank 0 raised GeneratorExit"),
+    # right by luck: what is sent is not there yet, is never waited for, or is changed under way
+    (ring((BEGIN, f"    flying = []\n{BEGIN}"),
+          (EXCHANGE, f"flying.append({POST})\n    [one.wait() for one in flying]")),
+     {"result"}, "of send #2 to rank 1 was changed before it was waited for"),
+    (instead(f"{POST}\n        __import__('time').sleep(0.05)"),
+     {"result"}, "n=2: rank 0 never waits for send #0"),
+    (instead(f"leaving = leaving.clone()\n        sent = {POST}\n        leaving.zero_()\n"
+             "        sent.wait()"),
+     {"result"}, "of send #0 to rank 1 was changed before it was waited for"),
+    # around the ledger: by torch.distributed with a decoy, as the program's own call; by heart
+    (begins("import torch.distributed as dist", "chunks = tensor.chunk(group.size)",
+            "[dist.broadcast(chunks[i - 1], (i - 2) % group.size) for i in range(group.size)]",
+            "tensor = tensor.clone()"),
+     {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
+    (begins("n, gathered = group.size, tensor.new_empty(tensor.shape)",
+            "own = tensor.chunk(n)[(group.index + 1) % n].clone()",
+            "group.all_gather(gathered, own, phase='control').wait()",
+            "tensor.copy_(gathered.roll(gathered.numel() // n))", "return"),
+     {"calls", "extra memory"}, "calls group.all_gather"),
+    (instead(f"{EXCHANGE}\n    tensor.copy_(tensor.new_ones(len(tensor)).cumsum(0) - 1)"),
+     {"result"}, "n=2: rank 0, chunk 0, element 0: 0, required: "),
+    # against the checker
+    (instead(f"{EXCHANGE}\n    tensor.resize_(10)"),
+     {"result"}, "n=2: rank 0: the tensor has shape (10,) now"),
+    (begins("raise SystemExit(3)"), {"result"}, "n=2: rank 0 called sys.exit(3)"),
+    (begins("raise GeneratorExit"), {"result"}, "n=2: rank 0 raised GeneratorExit"),
 ]  # fmt: skip
-RING_ALONE = (WAITS_FOR_NOBODY, SENDS_FIRST)
-RINGS = Table(pl.exercises.all_gather_half, RING, [bad.ring_copied], alone=RING_ALONE, most=3)
+ALONE = (WAITS_FOR_NOBODY, SENDS_FIRST)
+RINGS = Table(pl.exercises.all_gather_half, RING, [COPIED], alone=ALONE, most=3)
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = RINGS.tests()
 
 
 def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
     monkeypatch.setattr(attempts, "WHOLE", 2)  # is waited for in full
-    verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_for_ever, timeout=1)
+    shows_life = "while True: print('still here', flush=True); time.sleep(0.05)"
+    verdict = pl.exercises.all_gather_half.check(begins("import time", shows_life), timeout=1)
     assert "n=2: it has not ended within 2 s, the time that a check may take" in repr(verdict)
     assert "it printed" not in repr(verdict)  # a few lines, all of which are shown
 
@@ -87,7 +96,9 @@ def test_an_answer_that_prints_megabytes_is_told_so_and_does_not_fill_the_notebo
 ):
     launch_program(str, 2, (), device="cpu")  # torch is loaded now, for which 2 s may not be enough
     monkeypatch.setattr(attempts, "WHOLE", 2)
-    verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_megabytes, timeout=1)
+    verdict = pl.exercises.all_gather_half.check(
+        begins("while True: print('still here' * 10)"), timeout=1
+    )
     assert re.search(
         r"within 2 s, the time that a check may take; it printed \d[\d,]*\.\d MB", repr(verdict)
     )

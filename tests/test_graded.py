@@ -18,7 +18,7 @@ from paralab.exercises.graded import answer_names, grade, points
 from paralab.exercises.notebook import needed, read, until
 from paralab.exercises.notebook import statements as statements_of
 from processes import python
-from refusals import shell_refuses
+from refusals import refuses, shell_refuses
 
 ALL = tuple(pl.exercises.ALL.values())
 ANSWER = pl.exercises.model_states.solution().words
@@ -64,6 +64,8 @@ def test_the_answers_of_a_notebook_get_their_points_and_limits(tmp_path):
     assert all(limit["ok"] for limit in row["limits"]) and row["rung"] == "warm-up"
     assert found["lab"] == "00" and found["of"] == sum(one.lab == "00" for one in ALL)
     assert found["points"] == sum(one["points"] for one in found["exercises"])
+    clinic = notebook(tmp_path, str(pl.exercises.deadlock_clinic.solution()), name="04_a.ipynb")
+    assert judged(clinic, "deadlock_clinic")["points"] == 1
 
 
 def test_what_an_answer_needs_is_taken_from_any_cell_and_nothing_else_is_run(tmp_path):
@@ -95,24 +97,14 @@ def test_an_answer_has_what_loops_fill_and_ifs_define_and_no_later_namesake(tmp_
     assert is_right(path)
 
 
-CLINIC = """
-fixed = {n: [row.split() for row in p.lists]
-         for n, p in pl.exercises.deadlock_clinic.patients.items()}
-fixed["two ranks"][0].insert(2, fixed["two ranks"][0].pop(1))
-fixed["two chunks"][0] = "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
-fixed["three ranks"][0] = "0F0 0F1 0F2 0B0 0B1 0B2"
-fixed["three ranks"][2] = "2F0 2B0 2F1 2F2 2B1 2B2"
-pl.exercises.deadlock_clinic.check(fixed)"""
-
-
-def test_an_answer_that_is_changed_in_place_is_judged_as_it_then_is(tmp_path):
-    path = notebook(tmp_path, "import paralab as pl", CLINIC, name="04_own_schedule.ipynb")
-    row = judged(path, "deadlock_clinic")
-    assert row["points"] == 1, row["verdict"]
-
-
 PLAIN = ANSWER.replace("import math\n", "")
 ADDS = "def add_to(one):\n    return lambda f: setattr(one, f.__name__, f)"
+
+
+OVER = (
+    "import math\ndef up(x):\n    left = (\n        x\n        % 1\n    )\n    return math.ceil(x)"
+)
+SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math import ceil"
 
 
 @pytest.mark.parametrize(
@@ -120,16 +112,24 @@ ADDS = "def add_to(one):\n    return lambda f: setattr(one, f.__name__, f)"
     [
         ["import math\nups = []", "for one in [math.ceil]:\n    ups.append(one)", "ups[0]"],
         ["import math\nups = {}", "ups.update(up=math.ceil)", "ups['up']"],
+        ["import math\nups = [[1]]", "ups[0].insert(0, ups[0].pop())\nups[0][0] = math.ceil",
+         "ups[0][0]"],
         ["import math\nclass C: pass", "setattr(C, 'up', math.ceil)", "C.up"],
         ["import math\nclass C: pass", ADDS, "@add_to(C)\ndef up(x): return math.ceil(x)", "C.up"],
         ["from math import *", "ceil"],
         ["import math\nups = [math.ceil]", "ups.remove(math.floor)", "ups[0]"],
         ["from __future__ import annotations",
          "import math\ndef up(x: Unknown): return math.ceil(x)", "up"],
+        [OVER, "up"],
+        [SHELL, "ceil"],
+        ["import math\nif True:\n    %matplotlib inline\n    up = math.ceil", "up"],
+        ["%%time\nfrom math import ceil", "ceil"],
     ],
-    ids=["append", "update", "setattr", "decorator", "star", "fails in the notebook too", "future"],
+    ids=["append", "update", "in place", "setattr", "decorator", "star",
+         "fails in the notebook too", "future", "an operator", "shell", "within if", "cell magic"],
 )  # fmt: skip
-def test_what_changes_a_value_without_assigning_it_is_run(tmp_path, cells):
+def test_what_an_answer_needs_is_run_however_cells_define_it(tmp_path, cells):
+    """An operator is no magic, and what changes a value is run although it assigns nothing."""
     *cells, up = cells
     assert is_right(notebook(tmp_path, *cells, PLAIN.replace("math.ceil(", f"{up}(")))
 
@@ -146,35 +146,6 @@ def test_the_last_check_is_found_by_its_call(tmp_path, check):
     first = "import paralab as pl\npl.exercises.model_states.check(model_states, devices_needed)"
     again = "# pl.exercises.model_states.check(model_states)\ndef model_states(*_): return 1"
     path = notebook(tmp_path, pl.exercises.model_states.stub, first, ANSWER, check, again)
-    assert is_right(path)
-
-
-LEFT = """left = (
-        total
-        % size
-    )"""
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        f"def over(total, size):\n    {LEFT}\n    return left",
-        "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline",
-        "if True:\n    %matplotlib inline\n    one = 1",
-        "%%time\none = 1",
-    ],
-    ids=["an operator", "shell", "within if", "cell magic"],
-)
-def test_what_ipython_reads_is_read_and_an_operator_is_no_magic(tmp_path, cell):
-    use = "\n\none = 1\nover = lambda total, size: total % size\n" if "one" not in cell else ""
-    helped = PLAIN.replace("math.ceil(", "one * math.ceil(")
-    if "def over" in cell:
-        use = "one = 1"
-        helped = PLAIN.replace(
-            "math.ceil(total / (memory_gb * 10**9))",
-            "one * (total // (memory_gb * 10**9) + (over(total, memory_gb * 10**9) > 0))",
-        )
-    path = notebook(tmp_path, "import math", f"{cell}\n{use}", helped)
     assert is_right(path)
 
 
@@ -203,25 +174,41 @@ def test_an_answer_imports_the_modules_of_its_folder(tmp_path):
 
 LOADED = "class X:\n    def __reduce__(self): return {}\nmodel_states = devices_needed = X()"
 PATCHES = "exec, ('import paralab.exercises.verdict as v; v.Verdict.passed = True',)"
+REDEFINES = """import paralab as pl, paralab.exercises.states as states
+class Yes: passed, rows, said = True, (), ''
+def model_states(*_): return {}
+def devices_needed(*_): return 1
+pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
 
 
 @pytest.mark.parametrize(
     "cells, words",
     [
+        ([pl.exercises.model_states.stub], "not started yet"),
+        (["import math"], "does not define model_states, devices_needed"),
+        (["def model_states(:"], "code cell 2 cannot be read"),
+        ([ANSWER, "def model_states(*_):\n    1 / 0"], "in model_states: 1 / 0"),
+        ([ANSWER, LOOPS], "the cells that it needs had not ended after 0.5 s"),
         ([LOADED.format("sys.exit, (0,)")], "its cells failed: SystemExit: 0"),
         ([LOADED.format("os._exit, (0,)")], "its cells failed: they ended their process with"),
         ([LOADED.format(PATCHES)], "model_states: not yet"),
+        ([REDEFINES, "states.wrong_states = states.wrong_number = lambda *a, **k: ''"], "not yet"),
         (["x = '\ud800'"], "code cell 2 cannot be read"),
         (["x = " + "-" * 100_000 + "1"], "code cell 2 cannot be read"),
         (["x = '\0'"], "code cell 2 cannot be read"),
         ([ANSWER.replace("math.ceil(", "up('\\ud800') * math.ceil("),
           "def up(word): raise OSError(word)"], "raised OSError"),
     ],
-    ids=["exit", "_exit", "patch", "surrogate", "minus", "nul", "says a surrogate"],
+    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "_exit", "patch", "redefines",
+         "surrogate", "minus", "nul", "says a surrogate"],
 )  # fmt: skip
-def test_nothing_of_a_notebook_reaches_the_grader_itself(tmp_path, cells, words):
+def test_a_notebook_without_a_right_answer_gets_a_verdict_and_does_nothing_to_the_grader(
+    tmp_path, monkeypatch, cells, words
+):
+    if LOOPS in cells:
+        monkeypatch.setattr(graded, "DEFINED_S", 0.5)
     row = judged(notebook(tmp_path, "import os, sys", *cells))
-    assert words in row["verdict"] and row["points"] == 0, row["verdict"]
+    assert row["points"] == 0 and words in row["verdict"], row["verdict"]
 
 
 def test_a_process_that_an_answer_leaves_behind_ends_with_it(tmp_path):
@@ -244,43 +231,10 @@ def test_nothing_is_run_for_an_answer_of_the_solutions(path):
         assert not broken and not re.search(WORK, source), exercise.name
 
 
-def test_what_a_notebook_redefines_does_not_reach_the_checker(tmp_path):
-    wrong = "def model_states(spec, precision):\n    return {}\ndef devices_needed(total, gb):\n"
-    path = notebook(
-        tmp_path,
-        "import paralab as pl",
-        "class Yes:\n    passed = True\n    rows = ()\n    said = ''",
-        "pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()\n" + wrong + "    return 1",
-        "import paralab.exercises.states as states\nstates.wrong_states = lambda *a: ''",
-        "states.wrong_number = lambda *a, **k: ''",
-    )
-    row = judged(path)
-    assert row["points"] == 0 and "not yet" in row["verdict"]
-
-
-@pytest.mark.parametrize(
-    "cells, words",
-    [
-        ([pl.exercises.model_states.stub], "not started yet"),
-        (["import math"], "does not define model_states, devices_needed"),
-        (["import math", "def model_states(:"], "code cell 2 cannot be read"),
-        ([ANSWER, "def model_states(*_):\n    1 / 0"], "in model_states: 1 / 0"),
-        ([ANSWER, LOOPS], "the cells that it needs had not ended after 0.5 s"),
-    ],
-    ids=["stub", "missing", "syntax", "fails", "endless"],
-)
-def test_a_notebook_without_an_answer_gets_a_verdict(tmp_path, monkeypatch, cells, words):
-    if LOOPS in cells:
-        monkeypatch.setattr(graded, "DEFINED_S", 0.5)
-    row = judged(notebook(tmp_path, *cells))
-    assert row["points"] == 0 and words in row["verdict"], row["verdict"]
-
-
 @pytest.mark.parametrize(
     "text, words",
     [
         ("{}", "it is not a notebook"),
-        ("words", "it is not a notebook"),
         ("[" * 200_000, "it is not a"),
         (None, "No such file"),
     ],
@@ -290,11 +244,6 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys, text, words):
     if text is not None:
         path.write_text(text)
     assert words in shell_refuses(capsys, "check", str(path))
-
-
-def test_a_notebook_of_no_lab_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither its title nor its name says which lab"):
-        read(notebook(tmp_path, "import math", name="mine.ipynb"))
 
 
 @pytest.mark.parametrize(
@@ -307,8 +256,12 @@ def test_a_notebook_of_no_lab_is_refused(tmp_path):
     ],
 )
 def test_the_title_says_which_lab_it_is_and_else_the_name(tmp_path, name, titles):
-    book = read(notebook(tmp_path, *titles, ANSWER, name=name))
-    assert book.lab == "00"
+    assert read(notebook(tmp_path, *titles, ANSWER, name=name)).lab == "00"
+
+
+def test_a_notebook_of_no_lab_is_refused(tmp_path):
+    mine = notebook(tmp_path, "import math", name="mine.ipynb")
+    refuses("neither its title nor its name says which lab", read, mine)
 
 
 def test_a_notebook_with_a_mark_of_byte_order_is_read(tmp_path):
