@@ -12,6 +12,7 @@ import paralab as pl
 from paralab.interpret.predict import predict
 from paralab.interpret.traffic import rows
 from paralab.parallel.layouts import kind_of
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import WAIT
 from together import reports
@@ -126,12 +127,14 @@ def test_predicted_boxes_are_the_boxes_of_a_run(ran, name):
 
 
 # ---- the core before this one --------------------------------------------------------------------
-def test_every_frozen_plan_sends_what_it_sent_before():
+def test_the_program_of_every_frozen_plan_holds_and_sends_what_it_sent_before():
     frozen, wrong = oracles.load(), []
     assert Counter(one.source for one in frozen) == {"pairwise": 51, "drawn": 200}
     assert len({(one.model, one.plan, one.clip_norm) for one in frozen}) == len(frozen)
     for plan in frozen:
-        program = compiled(plan.model, plan.plan)
+        clips = plan.clip_norm is not None
+        program = compiled(plan.model, plan.plan, optimizer=plan.optimizer, clips=clips)
+        check(program)
         for rank in range(plan.plan.world_size):
             now = [row for row in rows(program, rank, oracles.MACHINE.node_of)
                    if row.phase != "control"]  # fmt: skip
