@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import paralab as pl
-from paralab.interpret.costs import Compute, Cost, Costs
+from paralab.interpret.costs import Compute, Cost, Costs, Posted
 from paralab.interpret.spans import spans
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import rows
@@ -23,6 +23,7 @@ from paralab.programs.instructions import (
     KEEP,
     RECEIVE,
     SEND,
+    WAIT,
     Code,
     Instr,
     all_reduce,
@@ -179,6 +180,25 @@ def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
     assert times.seconds == pytest.approx(11.5)
 
 
+def test_little_work_behind_a_wait_pays_little_for_it():
+    program = compiled(MODEL, pl.Plan(tp=4, tp_mode="2d"))
+
+    def block(**changes) -> tuple:
+        costs = Costs(program, cluster(flops=1e6, wait_overhead=0.5, **changes))
+        code = [ins for ins in program.codes[0] if ins.op == FORWARD]
+        return max((costs.of(0, ins).inside for ins in code), key=len)
+
+    assert {call.slower for _, call in block() if isinstance(call, Posted)} == {0.5}
+    inside = block(wait_work=0.25)
+    calls = {ins.writes: call.slower for ins, call in inside if isinstance(call, Posted)}
+    waits = [at for at, (ins, _) in enumerate(inside) if ins.op == WAIT]
+    for at, until in itertools.pairwise(waits):
+        work = sum(cost.seconds for _, cost in inside[at:until] if isinstance(cost, Compute))
+        assert calls[inside[at][0].reads] == pytest.approx(0.5 * work / (work + 0.25))
+    assert calls[inside[waits[-1]][0].reads] == 0.5  # what follows is another instruction's
+    assert len(set(calls.values())) > 2
+
+
 @pytest.mark.parametrize(("between", "share"), [
     ([], 0.0),  # the next wait is for another call
     ([second()], 0.8),
@@ -203,6 +223,25 @@ def test_a_wait_costs_what_the_work_up_to_the_next_needs(seconds, between, share
     assert [at(which) for which in (0, 1)] == pytest.approx([0.5, 0.5])
     assert at(0, wait_work=0.25) == pytest.approx(0.5 * share)
     assert at(1, wait_work=0.25) == pytest.approx(0.5)  # the list ends behind it
+
+
+def test_what_comes_from_another_stage_begins_an_action_and_is_taken_for_much_work(seconds):
+    x, gathered = ("x", 2, 0), all_reduce(0)
+    send = Instr(SEND, 2, 0, -1, (x,), (("sent", x, 0),), "pp", 1)
+    receive = Instr(RECEIVE, 2, 0, -1, (), (x,), "pp", 0)
+    arrived = wait(receive)._replace(at=RECEIVE)
+    slow = cluster(1.0, wait_overhead=0.5, wait_work=0.25)
+
+    def behind(*code: Instr) -> list[float]:
+        """What the rank does behind the message, and behind the call."""
+        program = replace(compiled(MODEL, pl.Plan(dp=2, pp=2)), codes=[[send], list(code)])
+        times = time(program, slow)
+        left, calls = [0.0, *times.left[1]], times.calls[1]
+        places = (code.index(receive), code.index(arrived)), (0, code.index(wait(gathered)))
+        return [left[at + 1] - max(left[at], calls[call][1]) for call, at in places]
+
+    assert behind(gathered, receive, arrived, wait(gathered), second()) == [0.5, 0.5]
+    assert behind(gathered, wait(gathered), second(), receive, arrived, second()) == [0.5, 0.5]
 
 
 def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():

@@ -138,6 +138,13 @@ def test_dropout_draws_each_mask_whole_on_every_tensor_parallel_rank():
     assert (plain, dropped) == (0, drawn)
 
 
+def test_a_tensor_parallel_step_is_longer_by_what_its_waits_cost():
+    model, plan = MODEL.replace(vocab=258), pl.Plan(tp=2, microbatches=2)
+    plain, slower = (predict(model, plan, cluster(wait_overhead=s), steps=1) for s in (0.0, 1.0))
+    waits = (plain.spans.query("rank == 0")["kind"] == "wait").sum()
+    assert waits > 16 and slower.step_time - plain.step_time == pytest.approx(waits)
+
+
 def test_a_rank_that_is_alone_in_its_groups_waits_for_no_other():
     plain, slower = (
         predict(MODEL, pl.Plan(zero_stage=3), cluster(wait_overhead=s), steps=1) for s in (0.0, 1.0)
