@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import illegal
 from paralab.parallel.lowering import Step, Transfer
 from paralab.parallel.schedules import Action
 
@@ -30,43 +29,34 @@ def check_lowered(lists: Sequence[Sequence[Step]]) -> None:
                 if not isinstance(other, Transfer) or other.peer != rank:
                     break  # the peer will come to it, and then go on with this rank
                 sent, taken = (step, other) if step.kind == "send" else (other, step)
-                if sent.kind == taken.kind or (sent.what, sent.other_stage, sent.microbatch) != (
-                    taken.what, taken.stage, taken.microbatch,
-                ):  # fmt: skip
-                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
-                                  f"meets {other} of rank {peer}",
-                                  "each send the counterpart of its receive")  # fmt: skip
+                message = (sent.what, sent.other_stage, sent.microbatch)
+                if sent.kind == taken.kind or message != (
+                    taken.what,
+                    taken.stage,
+                    taken.microbatch,
+                ):
+                    raise ValueError(f"{step} of rank {rank} meets {other} of rank {peer}")
                 result = (sent.what, sent.stage, sent.microbatch)
                 sender = rank if sent is step else peer
                 if result not in there[sender]:
-                    raise illegal(f"lists[{sender}][{at[sender]}]", str(sent),
-                                  "what it sends is not computed yet",
-                                  "a send after its action")  # fmt: skip
+                    raise ValueError(f"rank {sender}: {sent} needs a send after its action")
                 there[rank + peer - sender].add(result)
                 at[peer] += 1
                 ready.append(peer)
-            else:
-                need = _needs(step, stages)
-                if not need <= there[rank]:
-                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
-                                  "what it needs is not there yet",
-                                  "an action after its receive")  # fmt: skip
+            elif _needs(step, stages) <= there[rank]:
                 there[rank].add(_result(step))
+            else:
+                raise ValueError(f"rank {rank}: what {step} needs is not there yet")
             at[rank] += 1
-    stuck = [
-        f"rank {r} waits at {row[at[r]]}, for rank {row[at[r]].peer}"
-        for r, row in enumerate(lists)
-        if at[r] < len(row)
-    ]
-    if stuck:
-        raise illegal("lists", "...", f"no rank can go on: {'; '.join(stuck)}",
-                      "both ends of every pair's transfers in one order")  # fmt: skip
+    waiting = {r: row[at[r]] for r, row in enumerate(lists) if at[r] < len(row)}
+    if waiting:
+        told = (f"rank {r} waits at {step}, for rank {step.peer}" for r, step in waiting.items())
+        raise ValueError(f"no rank can go on: {'; '.join(told)}")
 
 
 def _result(action: Action) -> tuple:
     """What an action leaves: ("F" | "B", stage, micro-batch); I leaves what B does, W nothing."""
-    kind = "B" if action.kind == "I" else action.kind
-    return (kind, action.stage, action.microbatch)
+    return ("B" if action.kind == "I" else action.kind, action.stage, action.microbatch)
 
 
 def _needs(action: Action, stages: int) -> set[tuple]:

@@ -123,7 +123,6 @@ def _forget() -> None:
 SMALL = 40_000  # bytes of a bucket: so there are several
 DROPS = {"dropout": 0.1}
 ONCE: dict[str, Any] = {"model": {"layers": 1}, "steps": 1}  # what is wrong at the first look
-ON_HOST = {"offload": {"activations": "cpu"}}
 CASES = {
     "accumulation": Case({"microbatches": 3}),
     "data parallel": Case({"dp": 2, "microbatches": 2, "bucket_bytes": SMALL}, DROPS),
@@ -137,9 +136,8 @@ CASES = {
     "hpZ": Case({"dp": 4, "zero_stage": 3, "secondary_shard": 2}),
     "pipeline": Case({"pp": 2, "microbatches": 3}, {}, 0.05),
     "zero bubble": Case({"pp": 2, "microbatches": 3, "schedule": "zb-h1"}),
-    "zero bubble, recomputed": Case(
-        {"pp": 2, "microbatches": 2, "schedule": "zb-h1", "recompute": "full"}
-    ),
+    "zero bubble, recomputed": Case({"pp": 2, "microbatches": 2, "schedule": "zb-h1",
+                                     "recompute": "full"}),
     "recomputed": Case({"recompute": "full", "microbatches": 2}, DROPS),
     "selective": Case({"recompute": "selective", "microbatches": 2}, DROPS),
     "tensor parallel": Case({"tp": 2, "microbatches": 2}, DROPS, 0.05),
@@ -153,38 +151,21 @@ CASES = {
     "bf16": Case({"dp": 2, "precision": "bf16"}),
     "fp16": Case({"dp": 2, "precision": "fp16", "zero_stage": 3}),
     "fp16, clipped": Case({"dp": 2, "precision": "fp16", "zero_stage": 1}, {}, 0.05),
-    "gradients on the host": Case(
-        {"dp": 2, "zero_stage": 2, "microbatches": 2, "offload": "cpu", "bucket_bytes": SMALL},
-        {},
-        0.05,
-    ),
+    "gradients on the host": Case({"dp": 2, "zero_stage": 2, "microbatches": 2, "offload": "cpu",
+                                   "bucket_bytes": SMALL}, {}, 0.05),
     "files": Case({"dp": 2, "zero_stage": 3, "microbatches": 2, "offload": "nvme"}),
     "host, AdamW": Case({"dp": 2, "zero_stage": 1, "offload": "cpu"}, {}, None, "adamw"),
     "files, AdamW": Case({"dp": 2, "zero_stage": 3, "offload": "nvme"}, {}, None, "adamw"),
-    "files of gradients": Case(
-        {
-            "dp": 2,
-            "zero_stage": 2,
-            "microbatches": 2,
-            "offload": {"optimizer": "nvme", "gradients": "nvme"},
-        }
-    ),
+    "files of gradients": Case({"dp": 2, "zero_stage": 2, "microbatches": 2,
+                                "offload": {"optimizer": "nvme", "gradients": "nvme"}}),
     "replicas on the host": Case({"dp": 4, "shard": 2, "zero_stage": 2, "offload": "cpu"}),
-    "sequence parallel on the host": Case(
-        {"tp": 2, "dp": 2, "sequence_parallel": True, "zero_stage": 2, "offload": "cpu"}
-    ),
-    "inputs on the host": Case({"recompute": "full", "microbatches": 2, **ON_HOST}),
-    "relay": Case(
-        {
-            "zero_stage": 3,
-            "offload": "cpu",
-            "recompute": "full",
-            "microbatches": 2,
-            "schedule": "l2l",
-        },
-        DROPS,
-    ),
-}
+    "sequence parallel on the host": Case({"tp": 2, "dp": 2, "sequence_parallel": True,
+                                           "zero_stage": 2, "offload": "cpu"}),
+    "inputs on the host": Case({"recompute": "full", "microbatches": 2,
+                                "offload": {"activations": "cpu"}}),
+    "relay": Case({"zero_stage": 3, "offload": "cpu", "recompute": "full", "microbatches": 2,
+                   "schedule": "l2l"}, DROPS),
+}  # fmt: skip
 FROZEN = {  # by their names in tests/oracles
     "frozen buckets": "dp=2 pp=2 schedule=zb-h2",
     "frozen ZeRO-3": "dp=4 pp=2 schedule=gpipe zero_stage=3 shard=2 prefetch=0",
@@ -223,354 +204,294 @@ BUCKETS = "paralab.parallel.buckets"
 BATCHES = "paralab.batches"
 GRADIENTS, WEIGHTS = "gradients of", "weights of"
 
+
+def wrong(*how: str, **guards: str) -> Mutant:
+    """A mutant by which gradients differ from the reference's, whatever else notices."""
+    return Mutant(*how, equal=GRADIENTS, **guards)
+
+
+DIVISOR = BUILD, "plan.microbatches * plan.dp * loss_parts(plan)"
+NO_WAIT = DERIVE, "if not written.isdisjoint(reads):", "if not reads:"
 # fmt: off
 MUTANTS = {
     # ---- the data-parallel sum, and the divisions
-    "overlapped: no sum": Mutant(
-        "data parallel", DATA_PARALLEL, "for position, units in completed(code).items()",
-        "for position, units in ()", check="never summed over the data-parallel ranks"),
-    "overlapped: the last bucket stays": Mutant(
-        "data parallel", DATA_PARALLEL, "for position, units in completed(code).items()",
+    "overlapped: no sum": Mutant("data parallel", DATA_PARALLEL,
+        "for position, units in completed(code).items()", "for position, units in ()",
+        check="never summed over the data-parallel ranks"),
+    "overlapped: the last bucket stays": wrong("data parallel", DATA_PARALLEL,
+        "for position, units in completed(code).items()",
         "for position, units in list(completed(code).items())[:-1]",
-        check="never summed over the data-parallel ranks", equal=GRADIENTS),
-    "overlapped: summed after every micro-batch": Mutant(
-        "data parallel", DATA_PARALLEL, "units in completed(code).items()",
-        "units in completed(code, per_microbatch=True).items()",
+        check="never summed over the data-parallel ranks"),
+    "overlapped: summed after every micro-batch": Mutant("data parallel", DATA_PARALLEL,
+        "units in completed(code).items()", "units in completed(code, per_microbatch=True).items()",
         check="is summed over dp already"),
-    "bucketed: one bucket is not summed": Mutant(
-        "bucketed", DATA_PARALLEL, "return code + [all_reduce(u) for u in gradients(code)]",
+    "bucketed: one bucket is not summed": Mutant("bucketed", DATA_PARALLEL,
+        "return code + [all_reduce(u) for u in gradients(code)]",
         "return code + [all_reduce(u) for u in gradients(code)[1:]]",
         check="never summed over the data-parallel ranks"),
-    "bucketed: summed twice": Mutant(
-        "bucketed", DATA_PARALLEL, "return code + [all_reduce(u) for u in gradients(code)]",
+    "bucketed: summed twice": wrong("bucketed", DATA_PARALLEL,
+        "return code + [all_reduce(u) for u in gradients(code)]",
         "return code + 2 * [all_reduce(u) for u in gradients(code)]",
-        check="is summed over 'dp' already", equal=GRADIENTS),
-    "naive: one parameter is not summed": Mutant(
-        "naive", DATA_PARALLEL, "in sorted(gradients(code))]", "in sorted(gradients(code))[1:]]",
+        check="is summed over 'dp' already"),
+    "naive: one parameter is not summed": Mutant("naive", DATA_PARALLEL,
+        "in sorted(gradients(code))]", "in sorted(gradients(code))[1:]]",
         check="never summed over the data-parallel ranks"),
-    "naive: summed over the tensor-parallel ranks": Mutant(
-        "tensor and data parallel", DATA_PARALLEL, "[all_reduce(u) for u in sorted",
-        "[all_reduce(u, 'tp') for u in sorted", check="is not partial over 'tp'", equal=GRADIENTS),
-    "buckets twice as large as asked for": Mutant(
-        "frozen buckets", BUCKETS, "missing = closing_size", "missing = 2 * closing_size",
-        frozen="grad_sync"),
-    "no division by the data-parallel ranks": Mutant(
-        "data parallel", BUILD, "plan.microbatches * plan.dp * loss_parts(plan)",
-        "plan.microbatches * loss_parts(plan)", equal=GRADIENTS),
-    "no division by the micro-batches": Mutant(
-        "accumulation", BUILD, "plan.microbatches * plan.dp * loss_parts(plan)",
-        "plan.dp * loss_parts(plan)", equal=GRADIENTS),
-    "a division by the ranks done twice": Mutant(
-        "ZeRO-1", BUILD, "plan.microbatches * plan.dp * loss_parts(plan)",
-        "plan.microbatches * plan.dp**2 * loss_parts(plan)", equal=GRADIENTS),
-    "every rank takes the first rank's micro-batches": Mutant(
-        "ZeRO-1", BATCHES, "first = rank * plan.microbatches", "first = 0", equal=GRADIENTS),
+    "naive: summed over the tensor-parallel ranks": wrong("tensor and data parallel", DATA_PARALLEL,
+        "[all_reduce(u) for u in sorted", "[all_reduce(u, 'tp') for u in sorted",
+        check="is not partial over 'tp'"),
+    "buckets twice as large as asked for": Mutant("frozen buckets", BUCKETS,
+        "missing = closing_size", "missing = 2 * closing_size", frozen="grad_sync"),
+    "no division by the data-parallel ranks": wrong("data parallel", *DIVISOR,
+        "plan.microbatches * loss_parts(plan)"),
+    "no division by the micro-batches": wrong("accumulation", *DIVISOR,
+        "plan.dp * loss_parts(plan)"),
+    "a division by the ranks done twice": wrong("ZeRO-1", *DIVISOR,
+        "plan.microbatches * plan.dp**2 * loss_parts(plan)"),
+    "every rank takes the first rank's micro-batches": wrong("ZeRO-1", BATCHES,
+        "first = rank * plan.microbatches", "first = 0"),
     # ---- accumulation
-    "later micro-batches take the place of earlier ones": Mutant(
-        "accumulation", FLAT, "        flat.fresh.discard(name)\n", "", equal=GRADIENTS),
-    "gradients of the last step are still there": Mutant(
-        "accumulation", DERIVE, "freed_at.setdefault(position, []).append(v)",
-        "freed_at.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed",
-        equal=GRADIENTS),
+    "later micro-batches take the place of earlier ones": wrong("accumulation", FLAT,
+        "        flat.fresh.discard(name)\n", ""),
+    "gradients of the last step are still there": wrong("accumulation", DERIVE,
+        "freed_at.setdefault(position, []).append(v)",
+        "freed_at.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed"),
     # ---- ZeRO
-    "ZeRO-1: the last reduce-scatter is left out": Mutant(
-        "ZeRO-1", ZERO, "new_code.append(in_flight)", "new_code += [in_flight] * (u > 0)",
+    "ZeRO-1: the last reduce-scatter is left out": Mutant("ZeRO-1", ZERO,
+        "new_code.append(in_flight)", "new_code += [in_flight] * (u > 0)",
         check="reads gshard bucket 0, which no instruction has written"),
-    "ZeRO-1: updated shares are not gathered": Mutant(
-        "ZeRO-1", ZERO, 'if v[0] == "shard"', 'if v[0] == "shards"',
-        check="each rank updates its shard of", equal=GRADIENTS),
-    "ZeRO-1: every rank owns the first share": Mutant(
-        "ZeRO-1", STATE, "shard = low.chunk(n)[self.index]", "shard = low.chunk(n)[0]",
-        equal=GRADIENTS),
-    "ZeRO-2: the last share is not added": Mutant(
-        "ZeRO-2", ZERO, "return new_code + pending_adds", "return new_code",
-        check="that it writes is never read"),
-    "ZeRO-2: the last micro-batch alone, kept": Mutant(
-        "ZeRO-2", ZERO, "ADD if u in seen else KEEP", "KEEP",
-        check="writes gshard bucket 0 again"),
-    "ZeRO-2: the last micro-batch alone, added": Mutant(
-        "ZeRO-2", RUN, "flat_of(self.store[ins.writes[0]]).add_(",
-        "flat_of(self.store[ins.writes[0]]).copy_(", equal=GRADIENTS),
-    "ZeRO-2: gradients of all micro-batches leave as one": Mutant(
-        "ZeRO-2", ZERO, "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
+    "ZeRO-1: updated shares are not gathered": wrong("ZeRO-1", ZERO, 'if v[0] == "shard"',
+        'if v[0] == "shards"', check="each rank updates its shard of"),
+    "ZeRO-1: every rank owns the first share": wrong("ZeRO-1", STATE,
+        "shard = low.chunk(n)[self.index]", "shard = low.chunk(n)[0]"),
+    "ZeRO-2: the last share is not added": Mutant("ZeRO-2", ZERO, "return new_code + pending_adds",
+        "return new_code", check="that it writes is never read"),
+    "ZeRO-2: the last micro-batch alone, kept": Mutant("ZeRO-2", ZERO, "ADD if u in seen else KEEP",
+        "KEEP", check="writes gshard bucket 0 again"),
+    "ZeRO-2: the last micro-batch alone, added": wrong("ZeRO-2", RUN,
+        "flat_of(self.store[ins.writes[0]]).add_(", "flat_of(self.store[ins.writes[0]]).copy_("),
+    "ZeRO-2: gradients of all micro-batches leave as one": Mutant("ZeRO-2", ZERO,
+        "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
         "pending_adds, seen = completed(code), [], set()", check="that it writes is never read"),
-    "ZeRO-3: what forward gathered is kept for backward": Mutant(
-        "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
-        "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
-    "HSDP: a share is not summed over the replicas": Mutant(
-        "HSDP", ZERO, "for v in shards", "for v in shards[1:]",
-        check="never summed over the ranks that keep the same shard", equal=GRADIENTS),
-    "HSDP: shares are summed over the wrong axis": Mutant(
-        "HSDP", ZERO, '(v[1], "replica")', '(v[1], "dp")',
-        check="is summed over 'dp' already", equal=GRADIENTS),
-    "hpZ: every neighbour keeps the first part": Mutant(
-        "hpZ", RUN, ".flat.chunk(group.size)[group.index].clone()",
-        ".flat.chunk(group.size)[0].clone()", equal=GRADIENTS),
+    "ZeRO-3: what forward gathered is kept for backward": Mutant("frozen ZeRO-3", COMPILE,
+        "action = back, ins.mb, stage_of[ins.at[0]]", "action = ins.mb, stage_of[ins.at[0]]",
+        frozen="param_gather"),
+    "HSDP: a share is not summed over the replicas": wrong("HSDP", ZERO, "for v in shards",
+        "for v in shards[1:]", check="never summed over the ranks that keep the same shard"),
+    "HSDP: shares are summed over the wrong axis": wrong("HSDP", ZERO, '(v[1], "replica")',
+        '(v[1], "dp")', check="is summed over 'dp' already"),
+    "hpZ: every neighbour keeps the first part": wrong("hpZ", RUN,
+        ".flat.chunk(group.size)[group.index].clone()", ".flat.chunk(group.size)[0].clone()"),
     # ---- what other axes owe, the norm, the update
-    "tied: the ends' gradients are not summed": Mutant(
-        "pipeline", UPDATES, "return code + new_code", "return code",
-        check="never summed over the first and the last pipeline rank", equal=GRADIENTS),
-    "norms: the first unit is forgotten in the sum": Mutant(
-        "sequence parallel", UPDATES, "reads=values, writes=values, lane=axis",
-        "reads=values[1:], writes=values[1:], lane=axis",
+    "tied: the ends' gradients are not summed": wrong("pipeline", UPDATES, "return code + new_code",
+        "return code", check="never summed over the first and the last pipeline rank"),
+    "norms: the first unit is forgotten in the sum": Mutant("sequence parallel", UPDATES,
+        "reads=values, writes=values, lane=axis", "reads=values[1:], writes=values[1:], lane=axis",
         check="never summed over the tensor-parallel ranks"),
-    "clip: the norm is this rank's alone": Mutant(
-        "pipeline", UPDATES, "for axis in axes", "for axis in ()", check="norm is a partial sum",
-        equal=GRADIENTS),
-    "clip: the norm is summed twice": Mutant(
-        "pipeline", UPDATES, "for axis in axes", "for axis in [*axes, *axes]",
-        check="norm is not partial over 'pp'", equal=GRADIENTS),
-    "clip: no update reads the norm": Mutant(
-        "pipeline", UPDATES, "if ins.op == UPDATE else ins for", "if ins.op == 'none' else ins for",
-        equal=GRADIENTS),
-    "clip: what tp ranks hold the same is counted by each": Mutant(
-        "tensor parallel", PROGRAM, "elsewhere or any(at[c]", "elsewhere or any(at[c] < 0",
-        equal=GRADIENTS),
-    "clip: a tied copy is counted too": Mutant(
-        "pipeline", PROGRAM, "elsewhere = self.spec.tied and name == TIED[1]",
-        "elsewhere = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
-    "a unit is not updated": Mutant(
-        "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
-        check="is updated 0 times"),
-    "gradients are copied to fp32 before ranks have added them up": Mutant(
-        "copied to fp32", UPDATES, "new_code, units = list(code), gradients(code)",
+    "clip: the norm is this rank's alone": wrong("pipeline", UPDATES, "for axis in axes",
+        "for axis in ()", check="norm is a partial sum"),
+    "clip: the norm is summed twice": wrong("pipeline", UPDATES, "for axis in axes",
+        "for axis in [*axes, *axes]", check="norm is not partial over 'pp'"),
+    "clip: no update reads the norm": wrong("pipeline", UPDATES, "if ins.op == UPDATE else ins for",
+        "if ins.op == 'none' else ins for"),
+    "clip: what tp ranks hold the same is counted by each": wrong("tensor parallel", PROGRAM,
+        "elsewhere or any(at[c]", "elsewhere or any(at[c] < 0"),
+    "clip: a tied copy is counted too": wrong("pipeline", PROGRAM,
+        "elsewhere = self.spec.tied and name == TIED[1]",
+        "elsewhere = not self.spec.tied and name == TIED[1]"),
+    "a unit is not updated": Mutant("data parallel", UPDATES, "for u in units:",
+        "for u in units[1:]:", check="is updated 0 times"),
+    "gradients are copied to fp32 before ranks have added them up": Mutant("copied to fp32",
+        UPDATES, "new_code, units = list(code), gradients(code)",
         "new_code, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
         check="never summed over the data-parallel ranks"),
-    "fp16: the norm is that of the scaled gradients": Mutant(
-        "fp16, clipped", STATE, "            norm = norm / divisor\n", "", equal=GRADIENTS),
-    "fp16: gradients are not unscaled": Mutant(
-        "fp16", STATE, "divisor = self.loss_scale", "divisor = torch.ones_like(self.loss_scale)",
-        equal=GRADIENTS),
-    "fp16: the loss is not scaled, and what is divided by is": Mutant(
-        "fp16", OPS, "env.share / len(kept[1])", "float(env.share) / 2**16 / len(kept[1])",
-        equal=GRADIENTS),
-    "bf16: weights are not refreshed from the master": Mutant(
-        "bf16", STATE, 'target.copy_(self.store["master", u, 0])', "pass", equal=GRADIENTS),
+    "fp16: the norm is that of the scaled gradients": wrong("fp16, clipped", STATE,
+        "            norm = norm / divisor\n", ""),
+    "fp16: gradients are not unscaled": wrong("fp16", STATE, "divisor = self.loss_scale",
+        "divisor = torch.ones_like(self.loss_scale)"),
+    "fp16: the loss is not scaled, and what is divided by is": wrong("fp16", OPS,
+        "env.share / len(kept[1])", "float(env.share) / 2**16 / len(kept[1])"),
+    "bf16: weights are not refreshed from the master": wrong("bf16", STATE,
+        'target.copy_(self.store["master", u, 0])', "pass"),
     # ---- recomputation, and dropout's masks
-    "recomputed: forward keeps all the same": Mutant(
-        "recomputed", RECOMPUTE, "ins.mb, n, keeps=False)", "ins.mb, n, keeps=True)",
-        check="writes saved blocks.1 again"),
-    "recomputed: not before the first half of a backward": Mutant(
-        "zero bubble, recomputed", RECOMPUTE, "ins.op in (BACKWARD, BACKWARD_INPUT):",
-        "ins.op == BACKWARD:", check="reads saved blocks.0, which no instruction has written"),
-    "recomputed: masks of the first micro-batch": Mutant(
-        "recomputed", RUN, "env.sample = self.first_sample + k",
-        "env.sample = self.first_sample + k * (ins.op != RECOMPUTE)", equal=GRADIENTS),
-    "masks of the first rank": Mutant(
-        "data parallel", TRAIN, "self.grid.dp.index * plan.microbatches", "0", equal=GRADIENTS),
-    "parts: every rank keeps the first": Mutant(
-        "parts", RUN, "source.shape[1])[:, group.index]", "source.shape[1])[:, 0]",
-        equal=GRADIENTS),
-    "messages in parts: every rank sends the first": Mutant(
-        "messages in parts", RUN, "source.shape[1])[:, group.index]", "source.shape[1])[:, 0]",
-        equal=GRADIENTS),
-    "parts: samples come back mixed": Mutant(
-        "parts", RUN, "return parts.transpose(0, 1).reshape(whole.shape)",
-        "return parts.reshape(whole.shape)", equal=GRADIENTS),
-    "selective: whole blocks are computed again": Mutant(
-        "frozen selective", RECOMPUTE, 'if kind == "full":', "if kind:", frozen="linear_forward"),
+    "recomputed: forward keeps all the same": Mutant("recomputed", RECOMPUTE,
+        "ins.mb, n, keeps=False)", "ins.mb, n, keeps=True)", check="writes saved blocks.1 again"),
+    "recomputed: not before the first half of a backward": Mutant("zero bubble, recomputed",
+        RECOMPUTE, "ins.op in (BACKWARD, BACKWARD_INPUT):", "ins.op == BACKWARD:",
+        check="reads saved blocks.0, which no instruction has written"),
+    "recomputed: masks of the first micro-batch": wrong("recomputed", RUN,
+        "env.sample = self.first_sample + k",
+        "env.sample = self.first_sample + k * (ins.op != RECOMPUTE)"),
+    "masks of the first rank": wrong("data parallel", TRAIN,
+        "self.grid.dp.index * plan.microbatches", "0"),
+    "parts: every rank keeps the first": wrong("parts", RUN, "source.shape[1])[:, group.index]",
+        "source.shape[1])[:, 0]"),
+    "messages in parts: every rank sends the first": wrong("messages in parts", RUN,
+        "source.shape[1])[:, group.index]", "source.shape[1])[:, 0]"),
+    "parts: samples come back mixed": wrong("parts", RUN,
+        "return parts.transpose(0, 1).reshape(whole.shape)", "return parts.reshape(whole.shape)"),
+    "selective: whole blocks are computed again": Mutant("frozen selective", RECOMPUTE,
+        'if kind == "full":', "if kind:", frozen="linear_forward"),
     # ---- tensor parallelism
-    "g: no sum behind a pair of layers": Mutant(
-        "tensor parallel", TENSOR, "if last.message == G:", "if last.message == F:",
+    "g: no sum behind a pair of layers": Mutant("tensor parallel", TENSOR, "if last.message == G:",
+        "if last.message == F:",
         check="x embedding is a partial sum: it is not summed over the tensor-parallel"),
-    "f: no sum of the input's gradient": Mutant(
-        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+    "f: no sum of the input's gradient": wrong("tensor parallel", TENSOR,
+        "return [*gathers, input_half, message, weight_half]",
         "return [*gathers, input_half, weight_half]",
-        check="g head.enter is a partial sum: it is not summed over the tensor-parallel",
-        equal=GRADIENTS),
-    "a weight half split off is forgotten": Mutant(
-        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+        check="g head.enter is a partial sum: it is not summed over the tensor-parallel"),
+    "a weight half split off is forgotten": Mutant("tensor parallel", TENSOR,
+        "return [*gathers, input_half, message, weight_half]",
         "return [*gathers, input_half, message]", check="is computed 0 times"),
-    "a weight half is no part of its backward": Mutant(
-        "tensor parallel", TENSOR, 'writes=grads, phase="backward")', "writes=grads)",
-        check="the schedule has BACKWARD"),
-    "f-bar: what comes back is summed and not scattered": Mutant(
-        "frozen f-bar", TENSOR, '("g", i - 1, k))', '("g", i - 1, k))._replace(op=ALL_REDUCE)',
-        frozen="linear_backward"),
-    "samples of a sequence in parts are mixed": Mutant(
-        "sequence parallel", RUN,
+    "a weight half is no part of its backward": Mutant("tensor parallel", TENSOR,
+        'writes=grads, phase="backward")', "writes=grads)", check="the schedule has BACKWARD"),
+    "f-bar: what comes back is summed and not scattered": Mutant("frozen f-bar", TENSOR,
+        '("g", i - 1, k))', '("g", i - 1, k))._replace(op=ALL_REDUCE)', frozen="linear_backward"),
+    "samples of a sequence in parts are mixed": wrong("sequence parallel", RUN,
         "return whole.view(samples, n, -1, whole.shape[1]).transpose(0, 1).contiguous()",
-        "return whole.view(samples, n, -1, whole.shape[1]).contiguous()", equal=GRADIENTS),
-    "norms of a part of the sequence are not summed": Mutant(
-        "sequence parallel", LAYOUTS, 'frozenset(("norm",) if sequence_parallel else ())',
-        "frozenset()", equal=GRADIENTS),
-    "norms are summed where every rank has all of it": Mutant(
-        "tensor parallel", LAYOUTS, 'frozenset(("norm",) if sequence_parallel else ())',
-        'frozenset(("norm",))', equal=GRADIENTS),
-    "a row's bias on every rank": Mutant(
-        "tensor parallel", OPS, "if self.bias and not self.late_bias else None",
-        "if self.bias else None", equal=GRADIENTS),
-    "embedding: entries of others are found at 0": Mutant(
-        "tensor parallel", OPS, ".masked_fill_(elsewhere.unsqueeze(1), 0.0)\n        return",
-        "\n        return", equal=GRADIENTS),
-    "embedding: gradients of others' entries go to 0": Mutant(
-        "tensor parallel", OPS, "g = g.masked_fill(elsewhere.unsqueeze(1), 0.0)", "g = g * 1",
-        equal=GRADIENTS),
-    "loss: the own logits alone": Mutant(
-        "tensor parallel", OPS, "total = torch.logsumexp(sums, 0)", "total = sums[0]",
-        equal=GRADIENTS),
-    "loss: every rank takes the target off": Mutant(
-        "tensor parallel", OPS, "-local.unsqueeze(1).to(g.dtype)",
-        "-torch.ones_like(index, dtype=g.dtype)", equal=GRADIENTS),
+        "return whole.view(samples, n, -1, whole.shape[1]).contiguous()"),
+    "norms of a part of the sequence are not summed": wrong("sequence parallel", LAYOUTS,
+        'frozenset(("norm",) if sequence_parallel else ())', "frozenset()"),
+    "norms are summed where every rank has all of it": wrong("tensor parallel", LAYOUTS,
+        'frozenset(("norm",) if sequence_parallel else ())', 'frozenset(("norm",))'),
+    "a row's bias on every rank": wrong("tensor parallel", OPS,
+        "if self.bias and not self.late_bias else None", "if self.bias else None"),
+    "embedding: entries of others are found at 0": wrong("tensor parallel", OPS,
+        ".masked_fill_(elsewhere.unsqueeze(1), 0.0)\n        return", "\n        return"),
+    "embedding: gradients of others' entries go to 0": wrong("tensor parallel", OPS,
+        "g = g.masked_fill(elsewhere.unsqueeze(1), 0.0)", "g = g * 1"),
+    "loss: the own logits alone": wrong("tensor parallel", OPS, "total = torch.logsumexp(sums, 0)",
+        "total = sums[0]"),
+    "loss: every rank takes the target off": wrong("tensor parallel", OPS,
+        "-local.unsqueeze(1).to(g.dtype)", "-torch.ones_like(index, dtype=g.dtype)"),
     # ---- ops
-    "the gradient does not pass by a branch": Mutant(
-        "accumulation", OPS, "g += grads[0]", "g += 0 * grads[0]", equal=GRADIENTS),
-    "a bias has the mean of its gradients": Mutant(
-        "accumulation", OPS, 'into.add("bias", g.sum(0))', 'into.add("bias", g.mean(0))',
-        equal=GRADIENTS),
-    "positions have the first sample's gradient": Mutant(
-        "accumulation", OPS, "g.shape[1]).sum(0))", "g.shape[1])[0])", equal=GRADIENTS),
-    "attention: queries' gradients are not scaled": Mutant(
-        "accumulation", OPS, "torch.div(gs @ k, root, out=gq)",
-        "torch.div(gs @ k, 1.0, out=gq)", equal=GRADIENTS),
-    "attention: values of dropped scores": Mutant(
-        "selective", OPS, "gv.copy_(weighting.transpose(-2, -1) @ g)",
-        "gv.copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
-    "GELU: the other form's derivative": Mutant(
-        "accumulation", OPS, 'gelu_backward.default(g, x, approximate="tanh")',
-        'gelu_backward.default(g, x, approximate="none")', equal=GRADIENTS),
-    "dropout does not scale up": Mutant(
-        "recomputed", OPS, "return (x * mask).mul_(1 / (1 - p))", "return x * mask",
-        equal=GRADIENTS),
-    "loss: a sum over tokens, no mean": Mutant(
-        "accumulation", OPS, "env.share / len(kept[1])", "env.share", equal=GRADIENTS),
+    "the gradient does not pass by a branch": wrong("accumulation", OPS, "g += grads[0]",
+        "g += 0 * grads[0]"),
+    "a bias has the mean of its gradients": wrong("accumulation", OPS, 'into.add("bias", g.sum(0))',
+        'into.add("bias", g.mean(0))'),
+    "positions have the first sample's gradient": wrong("accumulation", OPS, "g.shape[1]).sum(0))",
+        "g.shape[1])[0])"),
+    "attention: queries' gradients are not scaled": wrong("accumulation", OPS,
+        "torch.div(gs @ k, root, out=gq)", "torch.div(gs @ k, 1.0, out=gq)"),
+    "attention: values of dropped scores": wrong("selective", OPS,
+        "gv.copy_(weighting.transpose(-2, -1) @ g)",
+        "gv.copy_(probabilities.transpose(-2, -1) @ g)"),
+    "GELU: the other form's derivative": wrong("accumulation", OPS,
+        'gelu_backward.default(g, x, approximate="tanh")',
+        'gelu_backward.default(g, x, approximate="none")'),
+    "dropout does not scale up": wrong("recomputed", OPS, "return (x * mask).mul_(1 / (1 - p))",
+        "return x * mask"),
+    "loss: a sum over tokens, no mean": wrong("accumulation", OPS, "env.share / len(kept[1])",
+        "env.share"),
     # ---- grids
-    "2D: a block's product is not added": Mutant(
-        "2D", GRIDS, "total.addmm_(left, right)", "total", equal=GRADIENTS),
-    "2D: the wrong column's weights": Mutant(
-        "2D", GRIDS, "self.received_block(method, 2 * step + 1, b, env)", "b", equal=GRADIENTS),
-    "2D: norm of the own features": Mutant(
-        "2D", GRIDS, "mean = means.mean(0)", "mean = means[0]", equal=GRADIENTS),
-    "2D: a norm's gradient of the own features": Mutant(
-        "2D", GRIDS, 'env.call(self, "input", 0, sums)', "pass", equal=GRADIENTS),
-    "2D: tokens of one row taken for all": Mutant(
-        "2D", LAYOUTS, "return math.prod(sizes[name] for name in mode_of(plan).logits[0])",
-        "return 1", equal=GRADIENTS),
-    "2D: what rows share is not summed": Mutant(
-        "2D", UPDATES, "return code + new_code", "return code",
-        check="never summed over the tensor-parallel ranks", equal=GRADIENTS),
-    "2.5D: weights are not summed over depth": Mutant(
-        "2.5D", LAYOUTS, "kind in mode.partial)", "kind in mode.partial and not thirds)",
-        equal=GRADIENTS),
-    "2.5D: every grid looks all samples up": Mutant(
-        "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",
-        "return slice(0, count)", equal=GRADIENTS),
-    "3D: the input's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.start_overlapped(self, "input", 1, gx, g_rows @ w)',
-        "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
-    "3D: the weight's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.call(self, "weight", 0, shard, parts)',
-        "shard.copy_(parts.view(self.q, *shard.shape)[0])", equal=GRADIENTS),
-    "3D: a bias has the first rank's gradient": Mutant(
-        "3D", GRIDS, "[env.groups[self.sum_axis].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
+    "2D: a block's product is not added": wrong("2D", GRIDS, "total.addmm_(left, right)", "total"),
+    "2D: the wrong column's weights": wrong("2D", GRIDS,
+        "self.received_block(method, 2 * step + 1, b, env)", "b"),
+    "2D: norm of the own features": wrong("2D", GRIDS, "mean = means.mean(0)", "mean = means[0]"),
+    "2D: a norm's gradient of the own features": wrong("2D", GRIDS,
+        'env.call(self, "input", 0, sums)', "pass"),
+    "2D: tokens of one row taken for all": wrong("2D", LAYOUTS,
+        "return math.prod(sizes[name] for name in mode_of(plan).logits[0])", "return 1"),
+    "2D: what rows share is not summed": wrong("2D", UPDATES, "return code + new_code",
+        "return code", check="never summed over the tensor-parallel ranks"),
+    "2.5D: weights are not summed over depth": wrong("2.5D", LAYOUTS, "kind in mode.partial)",
+        "kind in mode.partial and not thirds)"),
+    "2.5D: every grid looks all samples up": wrong("2.5D", LAYOUTS,
+        "return slice(grid * count, (grid + 1) * count)", "return slice(0, count)"),
+    "3D: the input's gradient is not summed": wrong("3D", GRIDS,
+        'env.start_overlapped(self, "input", 1, gx, g_rows @ w)',
+        "gx.copy_((g_rows @ w).chunk(self.q)[0])"),
+    "3D: the weight's gradient is not summed": wrong("3D", GRIDS,
+        'env.call(self, "weight", 0, shard, parts)',
+        "shard.copy_(parts.view(self.q, *shard.shape)[0])"),
+    "3D: a bias has the first rank's gradient": wrong("3D", GRIDS,
+        "[env.groups[self.sum_axis].index].sum(0)", "[0].sum(0)"),
     # ---- pipelines
-    "half the gradient is sent on": Mutant(
-        "pipeline", RUN, 'store["g", i, k] = grads',
-        'store["g", i, k] = tuple(0.5 * g for g in grads)', equal=GRADIENTS),
-    "a tied copy of its own": Mutant(
-        "pipeline", DRAWS, "name = TIED[0]", "pass", equal=GRADIENTS),
-    "messages of neighbouring micro-batches are swapped": Mutant(
-        "pipeline", SKELETON, "op, reads, writes = RECEIVE, (), (v,)",
+    "half the gradient is sent on": wrong("pipeline", RUN, 'store["g", i, k] = grads',
+        'store["g", i, k] = tuple(0.5 * g for g in grads)'),
+    "a tied copy of its own": wrong("pipeline", DRAWS, "name = TIED[0]", "pass"),
+    "messages of neighbouring micro-batches are swapped": Mutant("pipeline", SKELETON,
+        "op, reads, writes = RECEIVE, (), (v,)",
         "op, reads, writes = RECEIVE, (), ((*v[:2], v[2] ^ 1),)",
         check="reads g blocks.1, which no instruction has written"),
-    "weight halves of all micro-batches at once": Mutant(
-        "zero bubble", INSTRUCTIONS, "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",
-        "return Instr(BACKWARD_WEIGHT, at, 0, -1, (deferred,), ())",
-        check="computed 3 times"),
-    "weight halves overwrite each other": Mutant(
-        "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),
-    "a send in front of what it sends": Mutant(
-        "pipeline", LOWERING, "np.where(sends, action + 1, preferred)",
-        "np.where(sends, action, preferred)",
+    "weight halves of all micro-batches at once": Mutant("zero bubble", INSTRUCTIONS,
+        "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",
+        "return Instr(BACKWARD_WEIGHT, at, 0, -1, (deferred,), ())", check="computed 3 times"),
+    "weight halves overwrite each other": wrong("zero bubble", FLAT, "view.addmm_(a, b)",
+        "torch.mm(a, b, out=view)"),
+    "a send in front of what it sends": Mutant("pipeline", LOWERING,
+        "np.where(sends, action + 1, preferred)", "np.where(sends, action, preferred)",
         check="reads x blocks.1, which no instruction has written"),
-    "messages in another order than results": Mutant(
-        "pipeline", LOWERING, "order.kind[source] != F, ready))",
-        "ready, order.kind[source] != F))",
+    "messages in another order than results": Mutant("pipeline", LOWERING,
+        "order.kind[source] != F, ready))", "ready, order.kind[source] != F))",
         check="reads x blocks.1, which no instruction has written"),
-    "the stage's other end is sent": Mutant(
-        "pipeline", SKELETON, "step.other_stage)][1]", "step.other_stage)][0]",
-        check="reads x embedding, which no instruction has written"),
+    "the stage's other end is sent": Mutant("pipeline", SKELETON, "step.other_stage)][1]",
+        "step.other_stage)][0]", check="reads x embedding, which no instruction has written"),
     # ---- other memory
-    "host: a later micro-batch in the place of an earlier": Mutant(
-        "gradients on the host", WORKERS, "last.add_(first)", "last.copy_(first)",
-        equal=GRADIENTS),
-    "host: only first micro-batches leave as the sum": Mutant(
-        "gradients on the host", OFFLOAD,
+    "host: a later micro-batch in the place of an earlier": wrong("gradients on the host", WORKERS,
+        "last.add_(first)", "last.copy_(first)"),
+    "host: only first micro-batches leave as the sum": wrong("gradients on the host", OFFLOAD,
         "first, last = ins.op == KEEP, last_at[ins.unit] == position",
-        "first, last = True, last_at[ins.unit] == position", equal=GRADIENTS),
-    "host: the norm of the first micro-batch": Mutant(
-        "gradients on the host", OFFLOAD, "if measured and last:", "if measured and first:",
-        equal=GRADIENTS),
-    "host: updated parameters stay there": Mutant(
-        "gradients on the host", OFFLOAD,
+        "first, last = True, last_at[ins.unit] == position"),
+    "host: the norm of the first micro-batch": wrong("gradients on the host", OFFLOAD,
+        "if measured and last:", "if measured and first:"),
+    "host: updated parameters stay there": wrong("gradients on the host", OFFLOAD,
         'if self.tiers.parameters == "device" and not self.tiers.delayed:',
-        "if self.tiers.delayed:", equal=GRADIENTS),
-    "host: parameters do not come up": Mutant(
-        "gradients on the host", WORKERS, "lambda: target.copy_(source, non_blocking=True)",
-        "lambda: target.numel()", equal=GRADIENTS),
-    "host: AdamW's first moment in the place of the second": Mutant(
-        "host, AdamW", OFFLOADED, '"exp_avg_sq": [states[1]]', '"exp_avg_sq": [states[0]]',
-        equal=WEIGHTS),
-    "host: AdamW's steps are not counted": Mutant(
-        "host, AdamW", OFFLOADED, '"step": [count]', '"step": [count.clone()]', equal=WEIGHTS),
-    "host: gradients leave before the replicas' sum": Mutant(
-        "replicas on the host", COMPILE, "if unit.waits}", "if not unit.waits}",
+        "if self.tiers.delayed:"),
+    "host: parameters do not come up": wrong("gradients on the host", WORKERS,
+        "lambda: target.copy_(source, non_blocking=True)", "lambda: target.numel()"),
+    "host: AdamW's first moment in the place of the second": Mutant("host, AdamW", OFFLOADED,
+        '"exp_avg_sq": [states[1]]', '"exp_avg_sq": [states[0]]', equal=WEIGHTS),
+    "host: AdamW's steps are not counted": Mutant("host, AdamW", OFFLOADED, '"step": [count]',
+        '"step": [count.clone()]', equal=WEIGHTS),
+    "host: gradients leave before the replicas' sum": Mutant("replicas on the host", COMPILE,
+        "if unit.waits}", "if not unit.waits}",
         check="reads gshard bucket 0, which no instruction has written"),
-    "host: what waits for others never leaves": Mutant(
-        "replicas on the host", OFFLOAD, "for u in sorted(u for u in last_at if u in waits):",
-        "for u in ():", check="that it writes is never read"),
-    "host: norms' gradients leave before they are summed": Mutant(
-        "sequence parallel on the host", BUCKETS, "holding(model, plan, name, 0).partial",
-        "not model.layers", check="reads gshard bucket 0, which no instruction has written"),
-    "files: what is updated is not written": Mutant(
-        "files", OFFLOAD, "_copy(buffer, home) for home, buffer in pairs if home != buffer",
-        "_copy(buffer, home) for home, buffer in pairs if home == buffer", equal=GRADIENTS),
-    "files: states are not read": Mutant(
-        "files, AdamW", OFFLOAD, '"opt": self.states, "gshard"', '"opt": False, "gshard"',
+    "host: what waits for others never leaves": Mutant("replicas on the host", OFFLOAD,
+        "for u in sorted(u for u in last_at if u in waits):", "for u in ():",
+        check="that it writes is never read"),
+    "host: norms' gradients leave before they are summed": Mutant("sequence parallel on the host",
+        BUCKETS, "holding(model, plan, name, 0).partial", "not model.layers",
+        check="reads gshard bucket 0, which no instruction has written"),
+    "files: what is updated is not written": wrong("files", OFFLOAD,
+        "_copy(buffer, home) for home, buffer in pairs if home != buffer",
+        "_copy(buffer, home) for home, buffer in pairs if home == buffer"),
+    "files: states are not read": Mutant("files, AdamW", OFFLOAD, '"opt": self.states, "gshard"',
+        '"opt": False, "gshard"',
         check="reads host.opt embedding, which no instruction has written"),
-    "files: the sum so far is not read": Mutant(
-        "files of gradients", OFFLOAD,
+    "files: the sum so far is not read": Mutant("files of gradients", OFFLOAD,
         "new_code.append(_copy(in_file, total, k))", "pass",
         check="reads host.sum bucket 0, which no instruction has written"),
-    "inputs: the first micro-batch's comes back": Mutant(
-        "inputs on the host", OFFLOAD, 'new_code.append(_copy_state((source, *x[1:]), "back"))',
+    "inputs: the first micro-batch's comes back": wrong("inputs on the host", OFFLOAD,
+        'new_code.append(_copy_state((source, *x[1:]), "back"))',
         'new_code.append(_copy_state((source, *x[1:]), "back")._replace('
-        'reads=((source, x[1], 0),)))', equal=GRADIENTS),
-    "relay: masks of the first micro-batch": Mutant(
-        "relay", RUN, "env.sample = self.first_sample + k", "env.sample = self.first_sample",
-        equal=GRADIENTS),
-    "relay: what the head uses leaves before embedding's backward": Mutant(
-        "frozen relay", COMPILE, "second_visit = back and unit not in stays", "second_visit = back",
-        frozen="param_gather"),
+        'reads=((source, x[1], 0),)))'),
+    "relay: masks of the first micro-batch": wrong("relay", RUN,
+        "env.sample = self.first_sample + k", "env.sample = self.first_sample"),
+    "relay: what the head uses leaves before embedding's backward": Mutant("frozen relay", COMPILE,
+        "second_visit = back and unit not in stays", "second_visit = back", frozen="param_gather"),
     # ---- waits and frees
-    "no WAIT before what a call brings is read: data parallel": Mutant(
-        "data parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
+    "no WAIT before what a call brings is read: data parallel": Mutant("data parallel", *NO_WAIT,
         check="reads grad bucket 0, which a call in flight uses", late=GRADIENTS),
-    "no WAIT before what a call brings is read: ZeRO-3": Mutant(
-        "ZeRO-3", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
+    "no WAIT before what a call brings is read: ZeRO-3": Mutant("ZeRO-3", *NO_WAIT,
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
-    "no WAIT before what a call brings is read: sequence parallel": Mutant(
-        "sequence parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
-        check="reads x embedding, which a call in flight uses"),
-    "no WAIT before what a call brings is read: pipeline": Mutant(
-        "pipeline", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
+    "no WAIT before what a call brings is read: sequence parallel": Mutant("sequence parallel",
+        *NO_WAIT, check="reads x embedding, which a call in flight uses"),
+    "no WAIT before what a call brings is read: pipeline": Mutant("pipeline", *NO_WAIT,
         check="reads g blocks.1, which a call in flight uses", late=GRADIENTS),
-    "WAIT behind the instruction that it is for": Mutant(
-        "ZeRO-3", DERIVE, "new_code.append(ins)\n        if lane:",
+    "WAIT behind the instruction that it is for": Mutant("ZeRO-3", DERIVE,
+        "new_code.append(ins)\n        if lane:",
         "new_code.insert(len(new_code) - (bool(new_code) and new_code[-1].op == WAIT), ins)\n"
         "        if lane:",
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
-    "no WAIT at the end": Mutant(
-        "ZeRO-1", DERIVE, "for call in tuple(in_flight.values()):", "for call in ():",
-        check="no WAIT for ALL_GATHER"),
-    "what forward kept is never freed": Mutant(
-        "accumulation", DERIVE, "if not lasts(v):",
+    "no WAIT at the end": Mutant("ZeRO-1", DERIVE, "for call in tuple(in_flight.values()):",
+        "for call in ():", check="no WAIT for ALL_GATHER"),
+    "what forward kept is never freed": Mutant("accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
-    "freed while a call uses it": Mutant(
-        "pipeline", DERIVE, "used = held_by_call.pop(ins.reads, ())", "used = ()",
+    "freed while a call uses it": Mutant("pipeline", DERIVE,
+        "used = held_by_call.pop(ins.reads, ())", "used = ()",
         check="frees x blocks.1, which a call in flight uses"),
-    "freed behind the first use": Mutant(
-        "pipeline", DERIVE, "last_use |= dict.fromkeys(used, position)",
+    "freed behind the first use": Mutant("pipeline", DERIVE,
+        "last_use |= dict.fromkeys(used, position)",
         "last_use = dict.fromkeys(used, position) | last_use",
         check="reads x blocks.0, which was freed"),
 }

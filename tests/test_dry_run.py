@@ -10,17 +10,12 @@ from math import prod
 import pytest
 
 import paralab as pl
-from paralab import cli
-from refusals import shell_refuses
+from stated import TIERS
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 PLAN = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**16)
 NVME = dict.fromkeys(("activations", "parameters", "gradients", "optimizer"), "nvme")
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-CPUS = pl.Cluster(devices_per_node=8, cores=8, flops=1e11, memory_bandwidth=3e10, intra=LINK,
-                  host=LINK, disk=LINK, host_bandwidth=1e10)  # fmt: skip
-
-
+CPUS = TIERS.replace(cores=8, devices_per_node=8)
 COLUMNS = {
     "collectives": ("op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"),
     "copies": ("lane", "op", "category", "bytes"),
@@ -55,14 +50,11 @@ def test_a_rank_sends_copies_and_holds_what_is_predicted_of_it(optimizer, fields
         assert away(dry.memory) == away(expect.memory[expect.memory["rank"] == rank])
 
 
-@pytest.mark.parametrize("plan", [{"dp": 4, "zero_stage": 3}, {"dp": 2, "zero_stage": 1}], ids=str)
-def test_for_gpus_it_holds_what_the_prediction_for_them_does(plan):
+def test_for_gpus_it_holds_what_the_prediction_for_them_does():
     """gloo's buffers are not NCCL's."""
-    gpus = pl.Cluster.preset("dgx-a100")
-    here, there = (
-        pl.dry_run(MODEL, pl.Plan(**plan), cluster=cluster).peak_memory for cluster in (gpus, None)
-    )
-    assert here == pl.predict(MODEL, pl.Plan(**plan), gpus).peak_memory != there
+    gpus, plan = pl.Cluster.preset("dgx-a100"), pl.Plan(dp=2, zero_stage=1)
+    here, there = (pl.dry_run(MODEL, plan, cluster=one).peak_memory for one in (gpus, None))
+    assert here == pl.predict(MODEL, plan, gpus).peak_memory != there
 
 
 # ---- the face ------------------------------------------------------------------------------------
@@ -109,9 +101,7 @@ def test_steps_are_alike_and_clipping_sends_more():
     moments = three.memory.groupby("step")["time"].agg(["min", "max"])
     assert moments.values.tolist() == three.steps[["start", "end"]].values.tolist()
     assert three.traffic().equals(one.traffic()) and three.peak_memory == one.peak_memory
-    other = pl.dry_run(
-        MODEL, plan, rank=2
-    )  # of the second stage, which has a copy of the embedding
+    other = pl.dry_run(MODEL, plan, rank=2)  # of the second stage, with a copy of the embedding
     both = one.meta["num_params"] + other.meta["num_params"]
     assert both == MODEL.num_params + MODEL.vocab * MODEL.hidden
     clipped = pl.dry_run(MODEL, plan, clip_norm=1.0)
@@ -125,7 +115,6 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     assert numbers["sent per step"] * 1e6 == pytest.approx(big.traffic()["bytes"].sum(), rel=1e-6)
     assert "dry run clock" in big.memory_chart().layout.title.text
     assert big.memory_chart().layout.xaxis.title.text == "events of the step, in order"
-    assert (big.memory.groupby("step")["time"].apply(lambda t: t.is_monotonic_increasing)).all()
     refused = [
         lambda: big.timeline(), lambda: big.replay(), lambda: big.bubble, lambda: big.step_time,
         lambda: big.to_perfetto(tmp_path / "trace.json"), lambda: big.bubbles(),
@@ -143,22 +132,11 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"rank": 3072}, "rank=3072.*from 0 to 3071"),
-    ({"rank": -1}, "rank=-1"),
     ({"plan": BIG.replace(pp=256)}, "pp=256.*up to 128"),
-    ({"plan": "all of it"}, "plan='all of it'.*pl.Plan"),
     ({"model": MODEL}, "heads=4.*multiple of 8"),
-    ({"optimizer": "lion"}, "optimizer='lion'"),
-    ({"steps": 0}, "steps=0"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0"),
     ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*needs 3072"),
 ], ids=str)  # fmt: skip
 def test_what_no_run_could_do_is_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         pl.dry_run(**{"model": TRILLION, "plan": BIG, **arguments})
-
-
-def test_a_shell_has_it_too(capsys):
-    given = ["dry-run", "--layers", "4", "--tp", "2", "--rank", "1", "--optimizer", "sgd"]
-    assert cli.main(given) == 0
-    assert "rank 1 of 2 ranks" in (said := capsys.readouterr().out) and "peak memory" in said
-    assert "rank=2" in shell_refuses(capsys, *given, "--rank", "2")

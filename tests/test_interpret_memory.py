@@ -6,11 +6,8 @@ The witness runs the program and counts storages (witness_memory.py); the predic
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,16 +26,14 @@ COUNT = os.environ.get("PARALAB_MEMORY_PLANS")
 SEEDS = range(int(COUNT)) if COUNT else (3, 5, 11, 15, 18, 23, 24, 26, 29)
 MODEL = pl.ModelSpec(**drawn.SMALL)
 Held = list[dict[Kind, int]]
-PARAMETERS, OPTIMIZER = ("device", "parameters"), ("device", "optimizer")
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 
 def own(spec: pl.ModelSpec) -> Any:
     """A block of one's own, whose last layer keeps its result."""
-    return nn.Sequential(
-        nn.LayerNorm(spec.hidden), nn.Linear(spec.hidden, spec.hidden), nn.Sigmoid()
-    )
+    h = spec.hidden
+    return nn.Sequential(nn.LayerNorm(h), nn.Linear(h, h), nn.Sigmoid())
 
 
 def handed_on(spec: pl.ModelSpec) -> Any:
@@ -56,11 +51,6 @@ def turned(spec: pl.ModelSpec) -> Any:
     return Turned()
 
 
-def turned_at_last(spec: pl.ModelSpec) -> Any:
-    """The same behind a layer that keeps its own result, so that backward has the higher peak."""
-    return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.Tanh(), turned(spec))
-
-
 def sliced(spec: pl.ModelSpec) -> Any:
     """A block whose result is a part of a larger tensor, so what is handed on is a copy."""
 
@@ -72,7 +62,6 @@ def sliced(spec: pl.ModelSpec) -> Any:
 
 
 CASES = {
-    "accumulation, clipped": ({}, {"microbatches": 3}, {"clip_norm": 1.0}),
     "zero-1 in copies, fp16": ({"dropout": 0.1}, {"dp": 4, "shard": 2, "zero_stage": 1,
                                                   "precision": "fp16"}, {"clip_norm": 1.0}),
     "zero-3 from a second copy, recomputed": ({}, {"dp": 4, "zero_stage": 3, "secondary_shard": 2,
@@ -93,15 +82,8 @@ CASES = {
     "zero-1 over a pipeline, tp, bf16 into fp32": ({}, {
         "dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "microbatches": 3, "precision": "bf16",
         "grad_dtype": "fp32", "bucket_bytes": 20_000}, {"clip_norm": 1.0}),
-    "zero-1, tp with sequences, fp16 copied to fp32": ({}, {
-        "dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1, "precision": "fp16",
-        "grad_dtype": "fp32-copy", "bucket_bytes": 20_000}, {}),
-    "tp in 2D, zero-bubble, bf16 into fp32": ({}, {
-        "tp": 4, "tp_mode": "2d", "pp": 2, "schedule": "zb-h1", "microbatches": 3,
-        "precision": "bf16", "grad_dtype": "fp32"}, {}),
 }  # fmt: skip
-REAL = ["zero-1 in copies, fp16", "1f1b, fused attention and dropout", "zero-3 from a second copy, "
-        "recomputed", "zero-bubble, tp with sequences"]  # fmt: skip
+REAL = ["zero-3 from a second copy, recomputed", "zero-bubble, tp with sequences"]
 
 
 def case(name: str) -> tuple[pl.ModelSpec, pl.Plan, dict]:
@@ -110,12 +92,11 @@ def case(name: str) -> tuple[pl.ModelSpec, pl.Plan, dict]:
 
 
 def predicted(
-    model: pl.ModelSpec, plan: pl.Plan, rank: int, **settings: Any
+    model: pl.ModelSpec, plan: pl.Plan, rank: int, *, clip_norm: Any = None, **settings: Any
 ) -> tuple[Memory, Held]:
     """Of a global rank; and what it holds before the step and behind each instruction."""
-    at, clips = plan.place(rank), settings.get("clip_norm") is not None
-    optimizer = settings.get("optimizer", "adamw")
-    program = compiled(model, plan, optimizer=optimizer, clips=clips, only=at.pp)
+    at, clips = plan.place(rank), clip_norm is not None
+    program = compiled(model, plan, clips=clips, only=at.pp, **settings)
     index = at.dp % program.shards
     return memory(program, at.pp, index=index), held_behind(program, at.pp, index=index)
 
@@ -178,22 +159,15 @@ OF_MODEL = drawn.MODEL | {
 }
 
 
-def drawn_plan(seed: int) -> tuple[pl.ModelSpec, pl.Plan, dict]:
-    chance = random.Random(seed)
-    model, plan = drawn.legal(chance, 8, OF_PLAN, OF_MODEL)
-    settings = {
-        "optimizer": chance.choice(("adamw", "sgd")),
-        "clip_norm": chance.choice((None, 1.0)),
-    }
-    return model, plan, settings
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
     """Of the first and the last of the ranks that share a stage: a grid's ranks take turns, and a
     prediction is that of the fullest.
     """
-    model, plan, settings = drawn_plan(seed)
+    chance = random.Random(seed)
+    model, plan = drawn.legal(chance, 8, OF_PLAN, OF_MODEL)
+    settings = {"optimizer": chance.choice(("adamw", "sgd"))}
+    settings["clip_norm"] = chance.choice((None, 1.0))
     for pp in range(plan.pp):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
         peaks = []
@@ -210,19 +184,17 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
             assert said.peak == max(peaks), pp
 
 
-@pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("plan", [
-    {}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "tp_mode": "2d"},
+    {"pp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "tp_mode": "2d"},
 ], ids=str)  # fmt: skip
-def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, layers):
+def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan):
     """A norm of each slice of the gradients, and these together, are a few bytes more."""
-    model = MODEL.replace(layers=layers)
     plan = pl.Plan(**plan, precision="fp16", grad_dtype="fp32-copy")
     for pp in range(plan.pp):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
         with dry_host():
-            peaks = [witness(model, plan, rank, clip_norm=1.0).peak for rank in alike]
-        assert predicted(model, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
+            peaks = [witness(MODEL, plan, rank, clip_norm=1.0).peak for rank in alike]
+        assert predicted(MODEL, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
 
 
 @pytest.mark.parametrize(("model", "plan"), [
@@ -233,12 +205,10 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
     ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
     ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
-    ({"block": turned_at_last, "layers": 3, "seq_len": 96}, {
-        "pp": 3, "microbatches": 3, "microbatch_size": 4}),
     ({"block": sliced, "layers": 3, "seq_len": 96}, {
         "pp": 3, "microbatches": 3, "microbatch_size": 4}),
 ], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",
-        "a result kept", "turned at last", "sliced"])  # fmt: skip
+        "a result kept", "sliced"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss.
@@ -248,38 +218,6 @@ def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
         with dry_host():
             seen = witness(model, plan, rank)
         assert predicted(model, plan, rank)[0].peak == seen.peak, rank
-
-
-# ---- what does not change, and what a device is ------------------------------------------------
-def test_parameters_and_optimizer_have_the_bytes_that_they_had_in_the_core_before():
-    """But for causal masks, of which every block had one of its own among its parameters."""
-    file = Path(__file__).parent / "oracles" / "plans.json.gz"
-    plans, compared = json.loads(gzip.decompress(file.read_bytes())), 0
-    for one in plans[::8]:
-        model, plan = pl.ModelSpec(**one["model"]), pl.Plan(**one["plan"])
-        for rank, old in one["memory"].items():
-            if "refused" in old:
-                continue
-            found, _ = predicted(model, plan, int(rank), clip_norm=one["clip_norm"])
-            at = plan.place(int(rank))
-            masks = model.seq_len**2 * blocks_of(model, plan, at.pp)
-            was = {("device", name): n for name, n in old["at_end"].items()}
-            was[PARAMETERS] = max(0, was.get(PARAMETERS, 0) - masks)
-            for kind in (PARAMETERS, OPTIMIZER):
-                assert found.before.get(kind, 0) == was.get(kind, 0), (one["name"], rank, kind)
-            compared += 1
-    assert compared > 50
-
-
-def blocks_of(model: pl.ModelSpec, plan: pl.Plan, pp: int) -> int:
-    """Blocks of the model on a pipeline rank."""
-    program = compiled(model, plan, only=pp)
-    mine = program.stages[pp :: plan.pp]
-    return sum(
-        any(i <= begin < j for i, j in mine)
-        for name, begin, _ in program.model.parts
-        if name.startswith("blocks")
-    )
 
 
 def test_gloo_receives_a_reduce_scatter_into_a_buffer_of_its_own_and_nccl_does_not():

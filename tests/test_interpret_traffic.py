@@ -12,8 +12,11 @@ import paralab as pl
 from paralab.interpret.predict import predict
 from paralab.interpret.traffic import rows
 from paralab.parallel.layouts import kind_of
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import WAIT
+from paralab.programs.program import Program
+from test_programs_offload import copies_of, held_by
 from together import reports
 
 MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -89,17 +92,6 @@ def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, name):
         assert [tuple(row) for row in rows(program, rank)] == recorded(report, rank)
 
 
-def test_ranks_that_keep_other_parts_of_shared_gradients_sum_other_bytes():
-    plan = pl.Plan(dp=4, tp=4, tp_mode="2.5d", zero_stage=3)
-    report = predict(MODEL, plan, ONE_NODE.replace(devices_per_node=16), steps=1)
-    program = compiled(MODEL, plan)
-    own = [[row.payload for row in rows(program, rank)] for rank in range(16)]
-    assert len({tuple(sizes) for sizes in own}) > 1
-    for rank, sizes in enumerate(own):
-        calls = report.collectives[report.collectives["rank"] == rank].sort_values("span")
-        assert list(calls["payload_bytes"]) == sizes
-
-
 def boxes(report: pl.Report, rank: int) -> list[tuple]:
     """What the boxes of the second step are, and in which order; ``after`` within the step."""
     spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == 1)]
@@ -126,19 +118,34 @@ def test_predicted_boxes_are_the_boxes_of_a_run(ran, name):
 
 
 # ---- the core before this one --------------------------------------------------------------------
-def test_every_frozen_plan_sends_what_it_sent_before():
+def sent(program: Program, rank: int) -> Counter:
+    """What a rank of a frozen plan sends, as the oracles count it."""
+    return Counter(
+        (row.op, row.axis, row.phase, row.payload, row.wire, row.level, row.peer, row.ranks)
+        for row in rows(program, rank, oracles.MACHINE.node_of)
+        if row.phase != "control"
+    )
+
+
+def test_the_program_of_every_frozen_plan_holds_and_sends_copies_and_keeps_what_it_did_before():
     frozen, wrong = oracles.load(), []
     assert Counter(one.source for one in frozen) == {"pairwise": 51, "drawn": 200}
     assert len({(one.model, one.plan, one.clip_norm) for one in frozen}) == len(frozen)
-    for plan in frozen:
-        program = compiled(plan.model, plan.plan)
-        for rank in range(plan.plan.world_size):
-            now = [row for row in rows(program, rank, oracles.MACHINE.node_of)
-                   if row.phase != "control"]  # fmt: skip
-            found = Counter((row.op, row.axis, row.phase, row.payload, row.wire, row.level,
-                             row.peer, row.ranks) for row in now)  # fmt: skip
-            if found != Counter(plan.calls[rank]):
-                wrong.append((plan.name, rank))
+    for one in frozen:
+        clips = one.clip_norm is not None
+        program = compiled(one.model, one.plan, optimizer=one.optimizer, clips=clips)
+        check(program)
+        for rank in range(one.plan.world_size):
+            found = sent(program, rank)
+            copies = Counter(copies_of(program, one.plan.place(rank).pp))
+            if (found, copies) != (Counter(one.calls[rank]), Counter(one.copies[rank])):
+                wrong.append((one.name, rank))
+        for rank, held in one.memory.items():
+            if "refused" in held or one.plan.tiers and one.plan.tiers.delayed:
+                continue  # of a delayed update there is one step alone
+            tiers = {tier: held[tier]["most"] for tier in ("host", "file") if tier in held}
+            most = {(tier, c): size for tier, of in tiers.items() for c, size in of.items()}
+            assert held_by(program, one.plan.place(rank).pp) == most, one.name
     assert not wrong
 
 

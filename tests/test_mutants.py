@@ -15,10 +15,10 @@ import pytest
 import paralab as pl
 from equality import assert_equal_state
 from mutants import CASES, FROZEN, MUTANTS, applied
-from paralab.interpret.traffic import rows
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
-from tests.oracles import MACHINE, load
+from test_interpret_traffic import sent
+from tests.oracles import load
 from together import Case, Trained, in_turn, reports
 
 SPEC = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -72,17 +72,10 @@ def frozen() -> dict:
     return {oracle.name: oracle for oracle in load()}
 
 
-def sent(name: str) -> list[Counter]:
-    """What each rank of a frozen plan sends, as the oracles count it."""
+def sent_by_each_rank(name: str) -> list[Counter]:
+    """Of a frozen plan."""
     program = compiled(frozen()[name].model, frozen()[name].plan)
-    return [
-        Counter(
-            (row.op, row.axis, row.phase, row.payload, row.wire, row.level, row.peer, row.ranks)
-            for row in rows(program, rank, MACHINE.node_of)
-            if row.phase != "control"
-        )
-        for rank in range(program.plan.world_size)
-    ]
+    return [sent(program, rank) for rank in range(program.plan.world_size)]
 
 
 @pytest.mark.parametrize("name", of_guard("frozen"))
@@ -90,13 +83,11 @@ def test_a_mutant_sends_something_else(name):
     mutant = MUTANTS[name]
     plan = FROZEN[mutant.case]
     expected = list(map(Counter, frozen()[plan].calls))
-    assert sent(plan) == expected
+    assert sent_by_each_rank(plan) == expected
     with applied(mutant):
-        found = sent(plan)
-    others = [
-        row for now, then in zip(found, expected, strict=True) for row in now - then | then - now
-    ]
-    assert mutant.frozen in {phase for _, _, phase, *_ in others}
+        found = sent_by_each_rank(plan)
+    others = [now - then | then - now for now, then in zip(found, expected, strict=True)]
+    assert mutant.frozen in {phase for rows in others for _, _, phase, *_ in rows}
 
 
 # ---- on ranks ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ in test_interpret_memory.py.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 import paralab as pl
 from paralab.interpret import quick
 from paralab.interpret.predict import predict
-from paralab.parallel.buckets import units
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import ALL_GATHER
 from paralab.spec.cluster import ELEMENTS
@@ -28,18 +26,6 @@ from paralab.theory.work import Work
 from stated import FREE, MODEL, SCHEDULES, cluster, mixed, plan_of
 
 DEEP = MODEL.replace(layers=8)
-SMALL = {"bucket_bytes": 20_000}  # several units in stages 1 and 2
-KINDS = ["parameters", "gradients", "optimizer"]
-
-
-def payloads(model, plan):
-    sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
-    return [4 * unit.numel for unit in units(sizes, model, plan)]
-
-
-def padded(model, plan):
-    """Elements of the units that all pipeline ranks hold."""
-    return sum(unit.numel for units in compiled(model, plan).units for unit in units)
 
 
 def sent(report, **where):
@@ -48,30 +34,6 @@ def sent(report, **where):
     for column, value in where.items():
         calls = calls[calls[column] == value]
     return int(calls["wire_bytes"].sum())
-
-
-# ---- rows -----------------------------------------------------------------------------------
-def test_backward_is_cut_at_every_launch_and_loses_nothing():
-    plan = pl.Plan(dp=2, bucket_bytes=20_000)
-    whole = predict(MODEL, plan.replace(grad_sync="bucketed"), cluster()).spans
-    cut = predict(MODEL, plan, cluster()).spans
-    assert len(cut) > len(whole)
-
-    def backward(spans):
-        return spans["cost"][spans["kind"].isin(["backward", "copy"])].sum()
-
-    assert math.isclose(backward(cut), backward(whole), rel_tol=1e-12)
-
-
-def test_a_comparison_says_what_computing_hides():
-    for given_, said in [
-        ({"zero_stage": 1}, "gathered after its update"),
-        ({"zero_stage": 3}, "up to 1 unit ahead"),
-        ({"zero_stage": 3, "prefetch": 0}, "gathered when they are needed"),
-    ]:
-        report = predict(MODEL, pl.Plan(dp=2, **given_), cluster())
-        held = pl.compare(report, dataclasses.replace(report, clock="measured"))
-        assert said in held.notes["exposed communication"] and "zero_stage=" in repr(held)
 
 
 # ---- time -----------------------------------------------------------------------------------
@@ -89,22 +51,6 @@ def test_overlap_never_makes_a_step_longer(dp, microbatches, bucket_bytes, alpha
     after = predict(MODEL, plan.replace(grad_sync="bucketed"), machine, steps=1)
     beside = predict(MODEL, plan.replace(grad_sync="overlapped"), machine, steps=1)
     assert beside.step_time <= after.step_time * (1 + 1e-12)
-
-
-def test_steps_without_overlap_cost_compute_plus_alpha_and_bytes():
-    """What is updated first is updated while other gradients are on their way."""
-    machine = cluster()
-    link = machine.intra
-    for form in ("naive", "bucketed"):
-        plan = pl.Plan(dp=2, grad_sync=form, bucket_bytes=20_000)
-        report = predict(MODEL, plan, machine)
-        mine = report.spans[(report.spans["rank"] == 0) & (report.spans["step"] == 1)]
-        compute = mine.groupby("kind")["cost"].sum()
-        wire = sum(  # N = 2: wire bytes = payload, in two messages
-            2 * link.alpha + p / link.bandwidth for p in payloads(MODEL, plan)
-        )
-        before = compute.sum() - compute["optimizer"] + wire
-        assert before < report.step_time <= (before + compute["optimizer"]) * (1 + 1e-12)
 
 
 def test_products_in_16_bits_take_their_own_rates_and_other_kernels_as_long_as_in_fp32():
@@ -141,16 +87,13 @@ def test_a_vocabulary_of_odd_size_is_slow_in_16_bits_on_a_gpu(vocab, share):
     products = sum((half for half in compiled(model, pl.Plan()).model.ops[-2].work), Work())
     assert products.odd == share * products.flops > 0 or share == products.odd == 0
     stated = {"bf16": (2e11, 2e11, 2e11)}
-    for precision, rates, cores in (
-        ("bf16", stated, None), ("fp16", {}, None), ("fp32", {}, None), ("bf16", stated, 2)
+    for precision, rates, cores, rate in (
+        ("bf16", stated, None, 2e11), ("fp16", {}, None, 1e11),
+        ("fp32", {}, None, math.inf), ("bf16", stated, 2, math.inf),  # without tensor cores
     ):  # fmt: skip
         even, odd = (cluster(products=rates, cores=cores, odd_products=s) for s in (1.0, 0.25))
         more = products.seconds(odd, precision) - products.seconds(even, precision)
-        fast = 2e11 if rates else 1e11
-        slow = precision != "fp32" and cores is None  # a processor has no tensor cores
-        assert more == pytest.approx(slow * 3 * products.odd / fast)
-    with pytest.raises(ValueError, match="odd_products=2.0: a share"):
-        cluster(odd_products=2.0)
+        assert more == pytest.approx(3 * products.odd / rate)
 
 
 def test_the_loss_of_16_bits_is_computed_in_32_and_copied_to_it_and_back():
@@ -209,13 +152,6 @@ def test_a_rank_that_is_alone_in_its_groups_waits_for_no_other():
     assert len(plain.collectives) and slower.step_time == plain.step_time
 
 
-@pytest.mark.parametrize("rates", [3, {"bf16": 1e9}, {"bf16": (1, 2)}, {"fp32": (1, 2, 3)},
-                                   {"bf16": (1e9, 0, 1e9)}])  # fmt: skip
-def test_rates_that_are_none_are_refused(rates):
-    with pytest.raises(ValueError, match="legal: "):
-        cluster(products=rates)
-
-
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_costs_its_forward_once_more_and_no_bytes(recompute):
     plan = pl.Plan(dp=2, zero_stage=3)
@@ -264,34 +200,7 @@ def test_the_halves_of_a_backward_cost_what_the_whole_does():
     assert whole["weight_grad"] == [0.0, 0.0]
 
 
-def test_a_step_is_not_over_before_its_last_message_has_left():
-    slow = cluster(intra=pl.Link(alpha=0.5, bandwidth=1e9))
-    report = predict(MODEL.replace(tied=False), plan_of("1f1b"), slow, steps=1)
-    last = report.collectives[report.collectives["rank"] == 1]["end"].max()
-    assert report.steps.set_index("rank")["end"][1] >= last
-
-
 # ---- memory ---------------------------------------------------------------------------------
-def states(model, plan, optimizer="adamw"):
-    return quick.states(compiled(model, plan, optimizer=optimizer), 0)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_model_states_are_the_papers_formulas_with_padding(n, precision):
-    """And a step count of four bytes for every tensor that AdamW updates."""
-    w, k = (4, 8) if precision == "fp32" else (2, 12)
-    for stage in range(4):
-        plan = pl.Plan(dp=n, zero_stage=stage, precision=precision, **SMALL)
-        units, psi = compiled(MODEL, plan).units[0], padded(MODEL, plan)
-        share = [n if stage >= shared else 1 for shared in (3, 2, 1)]  # of w, w and K
-        tensors = len(units) if stage else len(MODEL.parameter_shapes())
-        parameters, gradients, optimizer = (states(MODEL, plan)[kind] for kind in KINDS)
-        whole = w * (psi if stage else MODEL.num_params)
-        assert whole // share[0] <= parameters <= w * psi // share[0]
-        assert whole // share[1] <= gradients <= w * psi // share[1]
-        assert 0 <= optimizer - k * whole // w // share[2] <= 4 * tensors + k * n * len(units)
-        assert psi - MODEL.num_params < max(1, n * len(units))
 
 
 @pytest.mark.parametrize(
@@ -354,39 +263,30 @@ def test_threads_that_ask_for_the_same_plan_do_not_disturb_each_other():
 
 
 # ---- what cannot be predicted ---------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"model": "gpt2"}, "model='gpt2'"),
-        ({"plan": "dp=2"}, "plan='dp=2'"),
-        ({"plan": pl.Plan(tp=2)}, "tp=2"),
-        ({"cluster": "laptop"}, "cluster='laptop'"),
-        ({"steps": 0}, "steps=0"),
-        ({"optimizer": "adam"}, "optimizer='adam'"),
-        ({"plan": pl.Plan(dp=65)}, "dp=65"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"model": "gpt2"}, "model='gpt2'"),
+    ({"plan": "dp=2"}, "plan='dp=2'"),
+    ({"plan": pl.Plan(tp=2)}, "tp=2"),
+    ({"cluster": "laptop"}, "cluster='laptop'"),
+    ({"steps": 0}, "steps=0"),
+    ({"optimizer": "adam"}, "optimizer='adam'"),
+    ({"plan": pl.Plan(dp=4, pp=2, microbatches=4), "cluster": cluster(devices_per_node=4)},
+     "dp=4: the plan needs 8 devices"),
+    ({"plan": pl.Plan(dp=2, pp=4, microbatches=4), "cluster": cluster(devices_per_node=4),
+      "model": DEEP}, "pp=4: the plan needs 8 devices"),
+])  # fmt: skip
 def test_what_a_run_would_refuse_is_refused(arguments, said):
-    given = {"model": MODEL, "plan": pl.Plan(dp=2), "cluster": cluster(), **arguments}
-    extra = {k: given.pop(k) for k in ("steps", "optimizer") if k in given}
-    with pytest.raises(ValueError) as error:
-        predict(given["model"], given["plan"], given["cluster"], **extra)
-    assert said in str(error.value) and "legal" in str(error.value)
+    given_ = {"model": MODEL, "plan": pl.Plan(dp=2), "cluster": cluster(), **arguments}
+    with pytest.raises(ValueError, match=f"{said}.*legal: "):
+        predict(**given_)
 
 
-@pytest.mark.parametrize("degree", ["dp", "tp", "pp"])
-def test_too_few_devices_are_said_by_the_largest_degree(degree):
-    model = MODEL.replace(layers=4, vocab=256)
-    plan = pl.Plan(**{"dp": 2, "tp": 2, "pp": 2, "microbatches": 4, degree: 4})
-    with pytest.raises(ValueError, match=f"{degree}=4: the plan needs 16 devices"):
-        predict(model, plan, cluster(devices_per_node=8))
-
-
-def test_a_link_for_a_call_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="collectives='allreduce'.*legal: .*'all_reduce'"):
-        cluster(collectives={"allreduce": pl.Link(alpha=1.0, bandwidth=1.0)})
-
-
-def test_a_replay_on_something_that_is_no_cluster_is_refused():
-    with pytest.raises(ValueError, match="cluster='laptop': not a cluster"):
-        predict(MODEL, pl.Plan(), cluster()).replay("laptop")
+@pytest.mark.parametrize("stated", [
+    {"products": 3}, {"products": {"bf16": 1e9}}, {"products": {"bf16": (1, 2)}},
+    {"products": {"fp32": (1, 2, 3)}}, {"products": {"bf16": (1e9, 0, 1e9)}}, {"odd_products": 2.0},
+    {"collectives": {"allreduce": pl.Link(alpha=1.0, bandwidth=1.0)}},
+], ids=str)  # fmt: skip
+def test_a_machine_that_there_is_not_is_refused(stated):
+    (field,) = stated
+    with pytest.raises(ValueError, match=f"^{field}.*legal: "):
+        cluster(**stated)

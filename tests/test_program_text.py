@@ -77,17 +77,12 @@ def test_every_instruction_is_a_line_and_folded_lines_stand_for_all(plan):
         assert not shown.refusal
 
 
-@given(
-    st.lists(
-        st.builds(
-            "{} blocks.{} mb {}".format,
-            st.sampled_from("AB"),
-            st.integers(0, 3),
-            st.integers(0, 2),
-        ),
-        max_size=24,
-    )
+LINES = st.builds(
+    "{} blocks.{} mb {}".format, st.sampled_from("AB"), st.integers(0, 3), st.integers(0, 2)
 )
+
+
+@given(st.lists(LINES, max_size=24))
 def test_folding_any_lines_loses_none(texts):
     items = fold([Line(text, at) for at, text in enumerate(texts)], worth=0)
     assert unfolded(items) == texts
@@ -105,15 +100,6 @@ def test_folding_any_lines_loses_none(texts):
     assert all("blocks." in said for said in in_words(items, {}))
 
 
-def test_blocks_fold_inside_micro_batches():
-    texts = [f"{op} blocks.{i} mb {k}" for k in range(5) for op in "AB" for i in range(4)]
-    (outer,) = fold([Line(text, at) for at, text in enumerate(texts)])
-    assert outer.head == "× 5 micro-batches, k = 0 … 4"
-    assert [inner.head for inner in outer.body] == ["× 4 blocks, i = 0 … 3"] * 2
-    letters = {**outer.letters, **outer.body[1].letters}
-    assert outer.body[1].body[0].lettered(letters) == "B blocks.i mb k"
-
-
 def test_a_backward_counts_down_and_what_is_ahead_is_said_by_its_distance():
     texts = [t for i in (5, 4, 3, 2) for t in (f"GATHER\tblocks.{i - 1}", f"BACKWARD\tblocks.{i}")]
     (item,) = fold([Line(text, at) for at, text in enumerate(texts)])
@@ -122,29 +108,6 @@ def test_a_backward_counts_down_and_what_is_ahead_is_said_by_its_distance():
         "GATHER\tblocks.i-1",
         "BACKWARD\tblocks.i",
     ]
-
-
-def test_messages_name_the_ranks_of_the_asking_ranks_pipeline():
-    plan = pl.Plan(dp=2, tp=2, pp=2, microbatches=2)
-    sent = [
-        row.what
-        for rank in (1, 6)
-        for row in pl.program(SPEC, plan, rank=rank).filter(op="send").rows(folded=False)
-    ]
-    assert {what.partition(" to ")[2].split(",")[0] for what in sent} == {"rank 5", "rank 2"}
-
-
-def test_a_split_backward_counts_by_its_compute_too():
-    plan = pl.Plan(dp=2, pp=2, microbatches=4, schedule="zb-h1", zero_stage=3)
-    shown = repr(pl.program(SPEC.replace(layers=8), plan))
-    assert "BACKWARD_INPUT   blocks.i " in shown and "BACKWARD_INPUT   blocks.i+1" not in shown
-
-
-def test_what_a_worker_does_names_its_lane():
-    shown = pl.program(SPEC, pl.Plan(dp=2, zero_stage=2, offload="cpu"))
-    whats = {ins.lane: shown.names.what(ins) for _, ins in shown if ins.op != WAIT}
-    assert {"h2d", "d2h", "host"} <= set(whats)
-    assert whats["h2d"].endswith(" over h2d") and whats["host"].endswith(" on host")
 
 
 @pytest.mark.parametrize("plan", PLANS[:6], ids=str)
@@ -158,12 +121,6 @@ def test_a_messages_bytes_are_those_that_are_counted(plan):
 def test_buckets_are_said_what_lies_in_them():
     shown = repr(pl.program(SPEC, pl.Plan(dp=2, bucket_bytes=40_000)))
     assert re.search(r"\nbucket 0: head\.\S+ … blocks\.5\.\S+, \d+ parameters\n", shown)
-
-
-def test_clipping_takes_a_norm():
-    plain = pl.program(SPEC, pl.Plan(dp=2)).count()
-    clipped = pl.program(SPEC, pl.Plan(dp=2), clip_norm=1.0).count()
-    assert clipped - plain == {("NORM", "compute"): 1}
 
 
 @pytest.mark.parametrize(("settings", "most"), [
@@ -200,43 +157,23 @@ def test_filters_choose_lines_and_keep_their_positions():
     forwards = shown.filter(lane="compute", op="forward")
     assert len(forwards) == shown.count()[FORWARD, "compute"] == 2 * (SPEC.layers + 2)
     assert repr(shown.filter()) == repr(shown) and not len(shown.filter(microbatch=()))
-    for k in (0, 1):
-        wanted = repr(shown.filter(microbatch=k))
-        for same in (np.int64(k), np.array([k]), iter([k])):
-            assert repr(shown.filter(microbatch=same)) == wanted
+    for same in (np.int64(1), np.array([1]), iter([1])):
+        assert repr(shown.filter(microbatch=same)) == repr(shown.filter(microbatch=1))
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"op": "gather"}, "op='gather': unknown choice; legal: 'ADD'"),
-        ({"op": 3}, "op=3: unknown choice; legal: 'ADD'"),
-        ({"microbatch": 1}, "microbatch=1: out of range"),
-        ({"microbatch": "0"}, "microbatch='0': not a whole number"),
-        (
-            {"lane": "tp"},
-            "lane='tp': no instruction of this program runs there; legal: compute, dp",
-        ),
-    ],
-)
-def test_what_no_line_has_is_refused(asked, words):
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"op": "gather"}, "op='gather': unknown choice; legal: 'ADD'"),
+    ({"microbatch": 1}, "microbatch=1: out of range"),
+    ({"lane": "tp"}, "lane='tp': no instruction of this program runs there; legal: compute, dp"),
+    ({"rank": 2}, "rank=2: out of range"),
+    ({"clip_norm": -1}, "clip_norm=-1: out of range"),
+    ({"plan": pl.Plan(pp=9)}, "pp=9"),
+])  # fmt: skip
+def test_what_has_no_program_and_what_no_line_has_is_refused(asked, words):
+    filters = {"op", "microbatch", "lane"}.issuperset(asked)
     with pytest.raises(ValueError, match=re.escape(words)):
-        pl.program(SPEC, pl.Plan(dp=2)).filter(**asked)
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"rank": 2}, "rank=2: out of range"),
-        ({"plan": "dp"}, "plan='dp': not a plan"),
-        ({"optimizer": "lion"}, "optimizer='lion': unknown choice"),
-        ({"clip_norm": -1}, "clip_norm=-1: out of range"),
-        ({"plan": pl.Plan(pp=9)}, "pp=9"),
-    ],
-)
-def test_what_has_no_program_is_refused(asked, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        pl.program(**{"model": SPEC, "plan": pl.Plan(dp=2), **asked})
+        shown = pl.program(**{"model": SPEC, "plan": pl.Plan(dp=2), **({} if filters else asked)})
+        shown.filter(**asked)
 
 
 # ---- what two differ in --------------------------------------------------------------------------
@@ -256,32 +193,11 @@ def test_from_zero_2_to_zero_3_on_one_screen():
 
 
 def test_a_difference_counts_every_instruction():
-    plans = [pl.Plan(**plan) for plan in PLANS[1:3]]
-    before, after = (pl.program(SPEC, plan) for plan in plans)
+    before, after = (pl.program(SPEC, pl.Plan(**plan)) for plan in PLANS[1:3])
     difference = before.diff(after)
-    added = sum(change.count for change in difference.changes if change.sign == "+")
-    gone = sum(change.count for change in difference.changes if change.sign == "-")
-
-    def without_waits(shown) -> int:
-        return sum(ins.op != WAIT for _, ins in shown)
-
-    assert difference.same + added == without_waits(after)
-    assert difference.same + gone == without_waits(before)
-
-
-def test_micro_batches_that_differ_alike_share_a_line():
-    plans = [pl.Plan(dp=2, zero_stage=stage, microbatches=8) for stage in (2, 3)]
-    difference = pl.program(SPEC, plans[0]).diff(pl.program(SPEC, plans[1]))
-    gathers = [c for c in difference.changes if c.does.endswith("before FORWARD")]
-    assert [c.count for c in gathers] == [8 * 8]
-    assert gathers[0].of.endswith("(× 6 blocks), head, mb 0 … 7")
-
-
-def test_another_schedule_moves_what_is_the_same():
-    plans = [pl.Plan(pp=2, microbatches=4, schedule=name) for name in ("gpipe", "1f1b")]
-    difference = pl.program(SPEC, plans[0]).diff(pl.program(SPEC, plans[1]))
-    assert {change.sign for change in difference.changes} == {"↕"}
-    assert any(change.op == BACKWARD for change in difference.changes)
+    for sign, shown in (("+", after), ("-", before)):
+        changed = sum(change.count for change in difference.changes if change.sign == sign)
+        assert difference.same + changed == sum(ins.op != WAIT for _, ins in shown)
 
 
 def test_equal_programs_do_not_differ():
@@ -289,6 +205,13 @@ def test_equal_programs_do_not_differ():
     assert repr(shown.diff(pl.program(SPEC, pl.Plan(dp=2)))).endswith("no difference")
     with pytest.raises(ValueError, match="other=3: not a program to read"):
         shown.diff(3)
+
+
+def test_another_schedule_moves_what_is_the_same():
+    plans = [pl.Plan(pp=2, microbatches=4, schedule=name) for name in ("gpipe", "1f1b")]
+    difference = pl.program(SPEC, plans[0]).diff(pl.program(SPEC, plans[1]))
+    assert {change.sign for change in difference.changes} == {"↕"}
+    assert any(change.op == BACKWARD for change in difference.changes)
 
 
 # ---- in a notebook and in a shell ----------------------------------------------------------------
@@ -302,9 +225,7 @@ def test_a_notebook_shows_the_same_lines_in_colours_of_one_meaning():
         used = set(re.findall(r"background:(#\w+)\"></i><code>", page))
         assert used == {fill for fill, _ in legend}
     cells = [html.unescape(cell) for cell in re.findall(r"<td>([^<]*)</td>", after._repr_html_())]
-    assert [row.what for row in after.rows() if row.ins is not None] == [
-        cell for cell in cells if cell
-    ]
+    assert [row.what for row in after.rows() if row.ins is not None] == list(filter(None, cells))
 
 
 def test_the_shell_prints_what_a_notebook_shows(capsys):
@@ -320,17 +241,13 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
     assert len(lines) == 1 + 2 * 6 + 1 and all("WARD" in line for line in lines[1:-1])
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (["program", "--lane", "tp"], "lane='tp': no instruction of this program runs there"),
-        (["program", "--all", "--diff-dp", "2"], "all=True: a difference shows every line"),
-        (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
-        (["predict", "--nodes", "2"], "nodes=2: this machine is one node; legal: --nodes together"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    ("program --lane tp", "lane='tp': no instruction of this program runs there"),
+    ("program --all --diff-dp 2", "all=True: a difference shows every line"),
+    ("predict --nodes 2", "nodes=2: this machine is one node; legal: --nodes together"),
+])  # fmt: skip
 def test_a_shell_refuses_in_the_same_words(asked, words, capsys):
-    assert words in shell_refuses(capsys, *asked)
+    assert words in shell_refuses(capsys, *asked.split())
 
 
 def test_the_shell_prints_a_prediction(capsys):
@@ -340,11 +257,3 @@ def test_the_shell_prints_a_prediction(capsys):
     assert "on dgx-a100" in out or "predicted" in out
     for line in ("step time", "bubble", "tp, inside a node", "dp, across nodes", "activations"):
         assert line in out
-
-
-def test_bytes_of_a_group_on_two_nodes_are_told_by_where_each_rank_sends(capsys):
-    assert cli.main(["predict", "--dp", "16", "--cluster", "dgx-a100"]) == 0
-    out = capsys.readouterr().out
-    found = re.findall(r"^  dp, (inside a node|across nodes) +([\d.]+) MB$", out, re.M)
-    inside, across = (float(dict(found)[where]) for where in ("inside a node", "across nodes"))
-    assert inside == pytest.approx(7 * across, rel=0.01)  # of a ring of sixteen two cross

@@ -15,18 +15,14 @@ from torch import nn
 
 import paralab as pl
 from equality import assert_equal_state, worst
-from paralab.interpret.memory import memory
-from paralab.programs.compile import compiled
 from together import MODEL, Case, Trained, assert_same_bits, case, cases, named
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 PLANS = cases("""
     dp=2 bucket_bytes=1
-    dp=2 bucket_bytes=1000000000 tied=False
     dp=3 grad_sync=bucketed microbatches=2
     dp=2 microbatches=2 dropout=0.2 attention=sdpa
-    dp=2 vocab=300 clip_norm=0.1
 
     dp=3 zero_stage=1 microbatches=2 tied=False
     dp=3 zero_stage=2 microbatches=2 tied=False clip_norm=0.05
@@ -34,13 +30,11 @@ PLANS = cases("""
     dp=8 shard=4 zero_stage=3 secondary_shard=2
     dp=4 zero_stage=3 secondary_shard=1
 
-    pp=2 dp=2 microbatches=2 schedule=gpipe grad_sync=bucketed
     pp=2 dp=2 microbatches=4 zero_stage=3 schedule=interleaved virtual_stages=2
     pp=2 tp=2 microbatches=3 microbatch_size=1 precision=bf16 partition_messages=True
 
     tp=4 sequence_parallel=True microbatch_size=1 attention=sdpa tied=False
 
-    tp=4 tp_mode=2d tied=False attention=sdpa
     tp=4 tp_mode=2.5d tp_depth=1
     tp=2 tp_mode=2.5d tp_depth=2 dp=2 zero_stage=3 tied=False
     tp=2 tp_mode=2.5d tp_depth=2 pp=2 schedule=zb-h1 microbatches=3 dp=2 zero_stage=1 tied=False
@@ -53,7 +47,6 @@ PLANS = cases("""
 CHAINS = cases("""
     pp=3 microbatches=5 schedule=naive layers=5 dropout=0.1
     pp=3 microbatches=2 schedule=gpipe layers=5 attention=sdpa
-    pp=3 microbatches=2 schedule=1f1b vocab=3000
     pp=4 microbatches=6 schedule=1f1b dropout=0.1
     pp=2 microbatches=4 schedule=interleaved virtual_stages=3 dropout=0.1
     pp=3 microbatches=2 schedule=zb-h1 dropout=0.1
@@ -118,12 +111,6 @@ OWN_CHAINS = cases("""
 """, block=Mixer, dropout=0.1, tied=False)  # fmt: skip
 
 
-def backwards_first_in_last_out(pp: int, microbatches: int) -> list[list[str]]:
-    """A schedule of one's own: GPipe, with the backwards in the other order."""
-    ks = range(microbatches)
-    return [[*(f"{r}F{k}" for k in ks), *(f"{r}B{k}" for k in reversed(ks))] for r in range(pp)]
-
-
 def mixed(pp: int, microbatches: int, virtual_stages: int) -> list[list[tuple]]:
     """Whole and split backwards next to each other."""
     even, odd, lists = range(0, microbatches, 2), range(1, microbatches, 2), []
@@ -137,10 +124,7 @@ def mixed(pp: int, microbatches: int, virtual_stages: int) -> list[list[tuple]]:
     return lists
 
 
-SCHEDULES = [
-    case("pp=3 microbatches=4", schedule=backwards_first_in_last_out),
-    case("pp=2 microbatches=4 virtual_stages=3 tied=False", schedule=mixed),
-]
+SCHEDULES = [case("pp=2 microbatches=4 virtual_stages=3 tied=False", schedule=mixed)]
 # AdamW divides by the gradient's own size: where that is nearly zero its last bits count.
 ADAMW = cases("""
     dp=2 microbatches=2 zero_stage=1
@@ -154,18 +138,11 @@ EQUAL = [*PLANS, *BITS, *OWN, *SCHEDULES]
 
 def wide(spec: pl.ModelSpec) -> nn.Module:
     """A block of one's own whose weights are most of what a rank holds."""
-    between = 40 * spec.hidden
-    return nn.Sequential(
-        nn.Linear(spec.hidden, between), nn.ReLU(), nn.Linear(between, spec.hidden)
-    )
+    h = spec.hidden
+    return nn.Sequential(nn.Linear(h, 40 * h), nn.ReLU(), nn.Linear(40 * h, h))
 
 
 WIDE = case("dp=2 zero_stage=3 layers=6", block=wide)
-LARGE = cases("""
-    microbatches=1
-    dp=2 zero_stage=3
-    pp=2 schedule=zb-h1 recompute=full
-""", block=Mixer, dropout=0.1, hidden=128, seq_len=64)  # fmt: skip
 PLAIN, DROPPED, CLIPPED = cases("""
     microbatches=2
     microbatches=2 dropout=0.1
@@ -182,7 +159,7 @@ def whole_batch(one: Case) -> Case:
 @pytest.fixture(scope="module")
 def trained(text) -> Trained:
     alone = [one.on_one_device() for one in BITS] + [whole_batch(one) for one in ADAMW]
-    return Trained([*EQUAL, *ADAMW, *alone, WIDE, *LARGE, PLAIN, DROPPED, CLIPPED], text)
+    return Trained([*EQUAL, *ADAMW, *alone, WIDE, PLAIN, DROPPED, CLIPPED], text)
 
 
 @named(EQUAL)
@@ -222,29 +199,13 @@ def test_zero3_does_not_keep_what_it_gathered_for_a_block_of_ones_own(trained):
     assert each < held < 4 * each
 
 
-@named(LARGE)
-def test_the_memory_of_a_block_of_ones_own_is_predicted(trained, one):
-    """By one run on fake tensors: a step's peak is at most 1 % more than that, and 3 % less."""
-    program = compiled(one.model, one.plan, optimizer="sgd")
-    expected = max(memory(program, rank).peak for rank in range(one.plan.pp))
-    assert 0.99 < expected / trained[one].peak_memory < 1.03
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_a_training_goes_on_under_other_axes(run, tmp_path):
-    """From a grid to ZeRO-3, and from there to a pipeline."""
+    """From a grid to a pipeline of tensor-parallel stages."""
     adamw = {"lr": 1e-3, "keep_state": True}
-    first, second, third = (
-        case(line).plan
-        for line in (
-            "tp=4 tp_mode=2d microbatches=2",
-            "dp=2 zero_stage=3",
-            "pp=2 microbatches=2 tp=2",
-        )
-    )
-    whole = run(MODEL, pl.Plan(microbatches=2), steps=3, **adamw)
-    run(MODEL, first, steps=1, save=tmp_path / "a", **adamw)
-    run(MODEL, second, steps=1, save=tmp_path / "b", resume=tmp_path / "a", **adamw)
-    rest = run(MODEL, third, steps=1, resume=tmp_path / "b", **adamw)
+    first = pl.Plan(tp=4, tp_mode="2d", microbatches=2)
+    whole = run(MODEL, pl.Plan(microbatches=2), steps=2, **adamw)
+    run(MODEL, first, steps=1, save=tmp_path, **adamw)
+    rest = run(MODEL, first.replace(tp=2, tp_mode="1d", pp=2), steps=1, resume=tmp_path, **adamw)
     assert worst(whole.gradients, rest.gradients)[0] < 1e-4
     assert worst_of(whole, rest)[0] < 2e-5

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import paralab as pl
 from dry_offload import dry_host
@@ -24,10 +25,8 @@ from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
-from paralab.programs.parts import reach
-from paralab.programs.search import SETTINGS, SPARE, Search
+from paralab.programs.search import SPARE, Search
 from paralab.programs.search_words import brief
-from paralab.programs.skeleton import stage_parts
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.spec.settings import Settings
 from paralab.view.plan_times import rank_correlation
@@ -36,26 +35,17 @@ from witness_memory import witness
 SEARCHES = int(os.environ.get("PARALAB_MEMORY_SEARCHES", "2"))
 RUN = 1 if SEARCHES < 20 else 10  # of the best plans that are run under their limit
 LINK = pl.Link(alpha=5e-5, bandwidth=1e9)
-LAPTOP = pl.Cluster(
-    name="stated",
-    devices_per_node=8,
-    flops=5e10,
-    memory_bandwidth=1e10,
-    op_overhead=5e-6,
-    memory=10**9,
-    intra=LINK,
-    host=pl.Link(alpha=1e-5, bandwidth=5e9),
-    host_bandwidth=5e9,
-    disk=pl.Link(alpha=1e-4, bandwidth=1e9),
-    cores=8,  # processors: messages are gloo's
-)
+LAPTOP = pl.Cluster(  # processors: messages are gloo's
+    name="stated", devices_per_node=8, flops=5e10, memory_bandwidth=1e10, op_overhead=5e-6,
+    memory=10**9, intra=LINK, host=pl.Link(alpha=1e-5, bandwidth=5e9), host_bandwidth=5e9,
+    disk=pl.Link(alpha=1e-4, bandwidth=1e9), cores=8,
+)  # fmt: skip
 SLOW = LAPTOP.replace(call_overhead=2e-4, wait_overhead=2.5e-4)
 SPARING = SLOW.replace(wait_work=6e-5)
 NODES = LAPTOP.replace(devices_per_node=4, nodes=2, inter=pl.Link(alpha=2e-4, bandwidth=3e8))
 TINY = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
 SMALL = TINY.replace(hidden=256, seq_len=64)
 LOGITS = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=128, vocab=8192)
-KEEPS = pl.ModelSpec(layers=8, hidden=64, heads=8, seq_len=512)  # activations, most of all
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
@@ -89,36 +79,20 @@ def by_hand(model: pl.ModelSpec, devices: int, batch: int, tried: dict[str, tupl
     return found
 
 
-@pytest.mark.parametrize(
-    "model, devices, batch, pinned",
-    [
-        (TINY.replace(layers=5, hidden=12, heads=6), 4, 4, {"recompute": ["none", "full"]}),
-        (TINY.replace(seq_len=9, attention="sdpa", dropout=0.1), 4, 4, {"offload": None}),
-        (
-            TINY,
-            8,
-            8,
-            {"tp_mode": ["1d", "2d", "3d"], "offload": None, "recompute": "full"}
-            | {"partition_activations": [False, True], "zero_stage": [0, 1]},
-        ),
-        (
-            TINY,
-            8,
-            8,
-            {"shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b"}
-            | {"precision": ["fp32", "bf16"], "recompute": "none"}
-            | {"grad_dtype": [None, "fp32", "fp32-copy"]},
-        ),
-        (
-            TINY,
-            4,
-            8,
-            {"grad_sync": ["overlapped", "naive"], "schedule": ["gpipe", "zb-h1"]}
-            | {"offload": [None, {"activations": "cpu"}]},
-        ),
-    ],
-    ids=range(5),
-)
+@pytest.mark.parametrize(("model", "devices", "batch", "pinned"), [
+    (TINY.replace(layers=5, hidden=12, heads=6), 4, 4, {"recompute": ["none", "full"]}),
+    (TINY.replace(seq_len=9, attention="sdpa", dropout=0.1), 4, 4, {"offload": None}),
+    (TINY, 8, 8, {
+        "tp_mode": ["1d", "2d", "3d"], "offload": None, "recompute": "full",
+        "partition_activations": [False, True], "zero_stage": [0, 1]}),
+    (TINY, 8, 8, {
+        "shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b",
+        "precision": ["fp32", "bf16"], "recompute": "none",
+        "grad_dtype": [None, "fp32", "fp32-copy"]}),
+    (TINY, 4, 8, {
+        "grad_sync": ["overlapped", "naive"], "schedule": ["gpipe", "zb-h1"],
+        "offload": [None, {"activations": "cpu"}]}),
+], ids=range(5))  # fmt: skip
 def test_what_is_searched_is_what_validate_allows(model, devices, batch, pinned):
     found = space(model, LAPTOP, devices, batch, pinned)
     plans = list(found)
@@ -131,38 +105,15 @@ def test_what_is_searched_is_what_validate_allows(model, devices, batch, pinned)
 
 # ---- how good it is -----------------------------------------------------------------------------
 GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
-    "every schedule": (
-        TINY,
-        LAPTOP,
-        {"devices": 4, "global_batch": 8, "offload": None, "recompute": "none"},
-    ),
-    "two nodes": (
-        SMALL,
-        NODES,
-        {"global_batch": 16, "precision": "bf16", "schedule": "1f1b", "zero_stage": [0, 1, 3]}
-        | {"recompute": ["none", "full"], "offload": None, "sequence_parallel": False},
-    ),
-    "little memory": (
-        LOGITS,
-        LAPTOP,
-        {"devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"]}
-        | {"offload": [None, "cpu"], "global_batch": 8},
-    ),
-    "hardly any memory": (
-        TINY.replace(layers=3, hidden=128, heads=4, seq_len=8, vocab=4096, tied=True),
-        SPARING,
-        {
-            "devices": 6,
-            "global_batch": 24,
-            "memory": 5039179,
-            "recompute": "full",
-            "offload": None,
-            "grad_sync": ["naive", "overlapped"],
-            "schedule": ["zb-h1", "1f1b"],
-            "precision": "bf16",
-        },
-    ),
-}
+    "every schedule": (TINY, LAPTOP, {
+        "devices": 4, "global_batch": 8, "offload": None, "recompute": "none"}),
+    "two nodes": (SMALL, NODES, {
+        "global_batch": 16, "precision": "bf16", "schedule": "1f1b", "zero_stage": [0, 1, 3],
+        "recompute": ["none", "full"], "offload": None, "sequence_parallel": False}),
+    "little memory": (LOGITS, LAPTOP, {
+        "devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"],
+        "offload": [None, "cpu"], "global_batch": 8}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -176,9 +127,7 @@ def test_the_best_is_within_a_hundredth_of_the_best_of_all_compiled(name):
 
 
 @pytest.mark.parametrize(
-    "cluster, least",
-    [(LAPTOP, 0.9), (SLOW, 0.8), (SPARING, 0.8)],
-    ids=["links", "calls and waits", "little work"],
+    "cluster, least", [(LAPTOP, 0.9), (SPARING, 0.8)], ids=["links", "calls and waits"]
 )
 def test_estimates_rank_as_compiled_plans_do(cluster, least):
     """Also where calls and waits cost four times what a link does; with overlap and without."""
@@ -188,9 +137,7 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     exact = [Totals(SMALL, plans[at], cluster, "adamw") for at in some]
     seconds, serial = (np.array([one.seconds(overlap=o) for one in exact]) for o in (True, False))
     peaks = np.array([one.peak for one in exact])
-    closed, estimates = (
-        sum(columns.values())[some] for columns in (estimate.terms, estimate.categories)
-    )
+    closed, estimates = (sum(of.values())[some] for of in (estimate.terms, estimate.categories))
     assert rank_correlation(closed, seconds) >= 0.97
     assert rank_correlation(estimate.serial[some], serial) >= 0.97
     without = estimate.serial[some] / serial
@@ -212,16 +159,6 @@ def test_the_bubble_of_a_plan_is_the_share_that_its_report_says():
     assert not Estimate(space(SMALL, LAPTOP, 8, 16, {"pp": 1}), SMALL, LAPTOP, "sgd").bubble.any()
 
 
-def test_a_limit_that_one_plan_alone_fits_is_found_to_be_enough():
-    """Estimates of bytes may be half as much again too high."""
-    model = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=32)
-    how = {"schedule": "1f1b", "recompute": ["none", "full"], "offload": None, "tp": 1}
-    how |= {"zero_stage": [0, 1, 2, 3], "global_batch": 12}
-    devices = LAPTOP.replace(devices_per_node=6, cores=6)
-    found = pl.plan_search(model, devices, memory=13_397_046, **how)
-    assert found.memory[0] <= 13_397_046 and found.best.pp == 2
-
-
 def test_few_plans_are_all_compiled():
     """Where dp and files meet, estimates are too slow by different factors."""
     model = pl.ModelSpec(layers=3, hidden=240, heads=6, seq_len=24, tied=False)
@@ -231,103 +168,47 @@ def test_few_plans_are_all_compiled():
     assert np.isfinite(found.simulated).all() and found.simulated[0] == found.simulated.min()
 
 
-def test_pipelines_of_odd_depth_are_searched_and_their_ends_are_where_they_are():
+def test_pipelines_of_odd_depth_are_searched():
     cluster, model = NODES.replace(nodes=3), TINY.replace(layers=6, tied=True)
     how = {"tp": 2, "zero_stage": 0, "schedule": "1f1b", "recompute": "none"}
     found = pl.plan_search(model, cluster, 12, global_batch=24, **how)
     assert set(found.table["pp"]) == {1, 2, 3, 6}
-    for dp, tp, pp in ((2, 2, 3), (1, 2, 6), (6, 1, 2), (4, 1, 3)):  # rank 0 and its last stage's
-        last = (pp - 1) * dp * tp
-        pairs = [cluster.reach([rank, rank + last]) for rank in range(dp * tp)]
-        assert reach(cluster, 2, last, dp * tp * pp) in pairs
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pl.Plan(dp=4, microbatch_size=4),
-        pl.Plan(dp=4, zero_stage=2, microbatches=4),
-        pl.Plan(dp=4, zero_stage=3, microbatches=4),
-        pl.Plan(tp=4, sequence_parallel=True, microbatches=8),
-        pl.Plan(pp=4, microbatches=16),
-        pl.Plan(offload="cpu", zero_stage=1, microbatch_size=4),
-        pl.Plan(offload="nvme", zero_stage=1, microbatch_size=4, precision="bf16"),
-    ],
-    ids=["overlapped", "zero 2", "zero 3", "tp", "pp", "cpu", "nvme"],
-)
-def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(plan):
-    """As the compiled plan says, but for three tenths of what overlap saves in that."""
-    pinned = {name: getattr(plan, name) for name in SETTINGS} | {"precision": plan.precision}
-    plans = space(SMALL, LAPTOP, plan.world_size, plan.global_batch, pinned)
-    estimate, exact = Estimate(plans, SMALL, LAPTOP, "adamw"), Totals(SMALL, plan, LAPTOP, "adamw")
-    assert list(plans) == [plan]
-    serial = exact.seconds(overlap=False)
-    saved = serial - exact.seconds()
-    assert saved and estimate.serial[0] == pytest.approx(serial, abs=0.3 * saved)
-
-
-@pytest.mark.parametrize("zero, offload", [(3, "cpu"), (1, "cpu"), (2, "nvme")])
-def test_seconds_with_small_buckets_are_estimated_whatever_is_offloaded(zero, offload):
-    """ZeRO-3 moves parts, not buckets; and buckets that were gathered make room for the next."""
-    model = SMALL.replace(hidden=128)
-    how = {"dp": 4, "zero_stage": zero, "offload": offload, "bucket_bytes": 2**16}
-    plans = space(model, LAPTOP, 4, 4, how | {"recompute": "none"})
-    seconds = sum(Estimate(plans, model, LAPTOP, "adamw").terms.values())
-    exact = [Totals(model, plan, LAPTOP, "adamw").seconds() for plan in plans]
-    assert (seconds / exact).min() >= 0.9 and (seconds / exact).max() <= 1.1
 
 
 A100 = pl.Cluster.preset("dgx-a100")
 THIN = SMALL.replace(layers=6, hidden=32, seq_len=8)
+BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": ["cpu", "nvme"]}
 
 
-@pytest.mark.parametrize(
-    "cluster, settings",
-    [
-        (NODES, {"dp": 8, "grad_sync": "naive", "zero_stage": 0}),
-        (A100, {"dp": 8, "bucket_bytes": 1, "zero_stage": 0}),
-        (A100, {"dp": 4, "tp": 2, "grad_sync": "naive", "zero_stage": 0}),
-        (LAPTOP, {"dp": 8, "zero_stage": 3, "secondary_shard": 2}),
-        (NODES, {"dp": 8, "zero_stage": 1, "shard": 2, "bucket_bytes": 2**12}),
-    ],
-    ids=["a call per parameter", "kernels", "both", "hpZ", "replicas"],
-)
-def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(cluster, settings):
-    """Where messages are small and many, their number counts, and little else does."""
+@pytest.mark.parametrize(("model", "cluster", "batch", "settings", "least", "most"), [
+    (THIN, NODES, 32, {"dp": 8, "grad_sync": "naive", "zero_stage": 0}, 0.88, 1.27),
+    (THIN, A100, 32, {"dp": 8, "bucket_bytes": 1, "zero_stage": 0}, 0.88, 1.27),
+    (THIN, A100, 32, {"dp": 4, "tp": 2, "grad_sync": "naive", "zero_stage": 0}, 0.88, 1.27),
+    (THIN, LAPTOP, 32, {"dp": 8, "zero_stage": 3, "secondary_shard": 2}, 0.88, 1.27),
+    (THIN, NODES, 32, {"dp": 8, "zero_stage": 1, "shard": 2, "bucket_bytes": 2**12}, 0.88, 1.27),
+    (SMALL.replace(hidden=128), LAPTOP, 4, BUCKETS, 0.9, 1.1),
+], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload"])  # fmt: skip
+def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
+    model, cluster, batch, settings, least, most
+):
+    """Where messages are small and many, their number counts, and little else does. ZeRO-3 moves
+    parts, not buckets; and buckets that were gathered make room for the next.
+    """
     how = {"tp": 1, "pp": 1, "offload": None, "recompute": "none"} | settings
-    plans = space(THIN, cluster, 8, 32, how)
-    estimate = Estimate(plans, THIN, cluster, "adamw")
-    seconds = sum(estimate.terms.values())
-    exact = [Totals(THIN, plan, cluster, "adamw").seconds() for plan in plans]
+    plans = space(model, cluster, how["dp"] * how["tp"], batch, how)
+    seconds = sum(Estimate(plans, model, cluster, "adamw").terms.values())
+    exact = [Totals(model, plan, cluster, "adamw").seconds() for plan in plans]
     assert len(exact) > 1
-    assert (seconds / exact).min() >= 0.88 and (seconds / exact).max() <= 1.27, seconds / exact
-
-
-@pytest.mark.parametrize(
-    "model, settings",
-    [
-        (LOGITS, {"offload": [None, "cpu"], "recompute": "none", "zero_stage": [2, 3]}),
-        (KEEPS, {"schedule": ["zb-h1", "zb-h2"], "recompute": "full", "pp": [2, 4], "tp": 1}),
-    ],
-    ids=["a parameter larger than a bucket", "blocks recomputed for two halves"],
-)
-def test_no_estimate_of_bytes_is_smaller_than_what_is_spared(model, settings):
-    found = pl.plan_search(model, LAPTOP, devices=4, global_batch=8, top=1, **settings)
-    estimates = sum(found.categories.values())
-    for at in np.flatnonzero(found.plans.microbatch_size == 1)[::6]:
-        plan = found.plans[at]
-        assert SPARE * estimates[at] >= Totals(model, plan, LAPTOP, "adamw").peak, plan
-
-
-def plain(spec: pl.ModelSpec) -> Any:
-    from torch import nn
-
-    return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.GELU())
+    assert (seconds / exact).min() >= least and (seconds / exact).max() <= most, seconds / exact
 
 
 def test_bytes_of_blocks_of_ones_own_are_estimated_too():
     """They have no s x s mask, which here would be as much as all else; but what they hold."""
-    model = TINY.replace(seq_len=1024, hidden=8, heads=1, vocab=8, block=plain)
+
+    def block(spec: pl.ModelSpec) -> Any:
+        return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.GELU())
+
+    model = TINY.replace(seq_len=1024, hidden=8, heads=1, vocab=8, block=block)
     found = pl.plan_search(model, LAPTOP, devices=2, global_batch=2, recompute="none", top=1)
     for at in range(0, len(found.plans), 5):
         exact = Totals(model, found.plans[at], LAPTOP, "adamw")
@@ -336,47 +217,11 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
         assert 0.7 <= found.closed[at] / exact.seconds() <= 1.3, found.plans[at]
 
 
-def own_product(spec: pl.ModelSpec) -> Any:
-    """A block of which most FLOPs are a product of two weights: as many for any micro-batch."""
-    import torch
-    from torch import nn
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(spec.hidden, 16 * spec.hidden))
-            self.b = nn.Parameter(torch.zeros(16 * spec.hidden, spec.hidden))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + x @ (self.a @ self.b)
-
-    return Product()
-
-
-def test_the_estimate_cuts_stages_as_the_compiler_does_at_every_micro_batch_size():
-    model = TINY.replace(layers=8, seq_len=16, vocab=8192, tied=False, block=own_product)
-    plans = space(model, LAPTOP, 2, 8, {"pp": 2, "schedule": "gpipe", "recompute": "none"})
-    estimate, seen = Estimate(plans, model, LAPTOP, "adamw"), set()
-    for at, plan in enumerate(plans):
-        stages = stage_parts(model, plan)
-        blocks = [sum(name.startswith("blocks.") for name in stage) for stage in stages]
-        assert estimate.blocks[[0, 2], at].tolist() == blocks, plan
-        seen.add(tuple(blocks))
-    assert len(seen) > 1
-
-
 def test_megatrons_advice_comes_out():
     nodes = pl.Cluster.preset("dgx-a100", nodes=64)
-    found = pl.plan_search(
-        pl.ModelSpec.preset("ptdp-145b"),
-        nodes,
-        global_batch=512,
-        precision="bf16",
-        schedule="1f1b",
-        offload=None,
-        zero_stage=[0, 1],
-        top=1,
-    )
+    model = pl.ModelSpec.preset("ptdp-145b")
+    how = {"precision": "bf16", "schedule": "1f1b", "offload": None, "zero_stage": [0, 1]}
+    found = pl.plan_search(model, nodes, global_batch=512, top=1, **how)
     assert 1 < found.best.tp <= 8 and found.best.pp > 1  # inside the node, and across
     beyond = found.losers().query("instead == 'beyond a node'").iloc[0]
     assert beyond["times"] > 1.05 and "tensor-parallel waits" in beyond["why"]
@@ -388,13 +233,9 @@ def searched(number: int) -> Search:
     """One of many searches; of each the limit is some way up from the least that fits."""
     draw = random.Random(number)
     hidden, layers = draw.choice((64, 128)), draw.choice((2, 4, 6))
+    seq_len, vocab, tied = draw.choice((32, 128)), draw.choice((260, 8192)), draw.random() < 0.7
     model = pl.ModelSpec(
-        layers=layers,
-        hidden=hidden,
-        heads=4,
-        seq_len=draw.choice((32, 128)),
-        vocab=draw.choice((260, 8192)),
-        tied=draw.random() < 0.7,
+        layers=layers, hidden=hidden, heads=4, seq_len=seq_len, vocab=vocab, tied=tied
     )
     settings = {"devices": draw.choice((2, 4)), "global_batch": draw.choice((8, 16))}
     settings |= {"precision": draw.choice(("fp32", "bf16")), "memory": 10**12}
@@ -404,11 +245,6 @@ def searched(number: int) -> Search:
     least = pl.plan_search(model, LAPTOP, top=1, **settings).memory.min()
     limit = int(least * draw.choice((1.3, 2.0, 4.0)))
     return pl.plan_search(model, LAPTOP, **settings | {"memory": limit})
-
-
-def best_twenty(found: Search) -> list[int]:
-    """Positions of the best, compiled or not: all of them are said to fit."""
-    return [at for at in range(min(20, len(found.plans))) if found.fits[at]]
 
 
 def test_the_best_and_their_figures_are_those_of_compiled_programs():
@@ -428,8 +264,8 @@ def test_the_best_and_their_figures_are_those_of_compiled_programs():
 @pytest.mark.parametrize("number", range(SEARCHES))
 def test_a_plan_that_fits_is_within_its_limit_by_the_witness(number):
     found = searched(number)
-    for at in best_twenty(found)[:: 1 if SEARCHES > 2 else 5]:
-        plan = found.plans[at]
+    best = [at for at in range(min(20, len(found.plans))) if found.fits[at]]  # compiled or not
+    for plan in (found.plans[at] for at in best[:: 1 if SEARCHES > 2 else 5]):
         for pp in range(plan.pp):
             with dry_host():
                 seen = witness(found.model, plan, pp * plan.dp * plan.tp)
@@ -466,20 +302,6 @@ def test_the_best_are_simulated_and_come_in_that_order(small):
     assert small.best.global_batch == 16
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_seconds_without_overlap_stand_next_to_those_with_it(devices):
-    asked = {"global_batch": 16, "offload": None, "precision": "bf16"}
-    table = pl.plan_search(SMALL, LAPTOP, devices=devices, top=5, **asked).table
-    simulated = table["simulated_s"].notna()
-    with_it = table["simulated_s"].where(simulated, table["closed_s"])
-    assert (table["serial_s"] >= with_it * (1 - 1e-12)).all()
-    if devices == 1:
-        assert table["serial_s"].tolist() == pytest.approx(with_it.tolist(), rel=1e-9)
-    else:
-        assert (table["serial_s"] > with_it * 1.01)[simulated].any()
-        assert (table["serial_s"] > with_it * 1.01)[~simulated].mean() > 0.5
-
-
 def test_a_winner_that_lives_by_overlap_shows_it():
     cluster = pl.Cluster.preset("dgx-a100", nodes=2)
     model = pl.ModelSpec(layers=16, hidden=4096, heads=32, seq_len=2048, vocab=51200)
@@ -487,12 +309,8 @@ def test_a_winner_that_lives_by_overlap_shows_it():
     at = int(np.where(found.fits, found.serial, np.inf).argmin())
     assert at and found.serial[0] > 1.2 * found.simulated[0]
     assert found.serial[at] < found.serial[0]
-    page = found._repr_html_()
-    assert "<th>without overlap</th>" in page
-    assert f"Without any overlap this plan takes {found.serial[0]:.4g} s (+" in page
-    assert f"The fastest plan without overlap is {brief(found.plans[at])}: " in page
-    alone = pl.plan_search(SMALL, LAPTOP, devices=1, global_batch=4, offload=None)
-    assert "(+0 %), and no other plan is faster without overlap." in alone._repr_html_()
+    said = f"The fastest plan without overlap is {brief(found.plans[at])}: "
+    assert said in found._repr_html_()
 
 
 def test_the_terms_add_up(small):
@@ -505,8 +323,8 @@ def test_the_terms_add_up(small):
 def test_the_front_is_what_no_other_plan_beats(small):
     front = small.pareto()
     assert front["closed_s"].is_monotonic_increasing and front["memory"].is_monotonic_decreasing
-    for seconds, size in zip(small.closed, small.memory, strict=True):
-        assert ((front["closed_s"] <= seconds) & (front["memory"] <= size)).any()
+    fast, lean = (front[name].to_numpy()[:, None] for name in ("closed_s", "memory"))
+    assert ((fast <= small.closed) & (lean <= small.memory)).any(axis=0).all()
 
 
 def test_losers_have_the_other_choices_and_a_reason(small):
@@ -517,48 +335,30 @@ def test_losers_have_the_other_choices_and_a_reason(small):
         assert str(row["instead"]) != str(getattr(small.best, row["setting"]))
 
 
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
-        ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
-        ({"devices": 9}, "'stated' has 8"),
-        (
-            {"schedule": "l2l"},
-            "schedule='l2l': the search does not try it, .*predicts such a plan; legal: 'naive'",
-        ),
-        ({"grad_sync": None}, "grad_sync=.*predicts such a plan; legal: 'naive'"),
-        ({"passes": (len,)}, "passes=.*predicts such a plan"),
-        ({"tp": 3}, "no legal plan of 4 layers"),
-        ({"tp": []}, "no value to try"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
+    ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
+    ({"devices": 9}, "'stated' has 8"),
+    ({"schedule": "l2l"}, "does not try it, .*predicts such a plan; legal: 'naive'"),
+    ({"passes": (len,)}, "passes=.*predicts such a plan"),
+    ({"tp": 3}, "no legal plan of 4 layers"),
+    ({"tp": []}, "no value to try"),
+    ({"model": "gpt3"}, "not a model description"),
+    ({"cluster": "dgx"}, r"not a cluster; legal: .*pl.Cluster.local\(\)"),
+    ({"top": 2**31}, "^top=.*: out of range; legal: .* from 1 to "),
+    ({"global_batch": 2**62}, "^global_batch=.*: out of range; legal: .* from 1 to "),
+    ({"devices": 2**20, "cluster": pl.Cluster.preset("dgx-a100", nodes=2**20)},
+     "^devices=.*: out of range; legal: .* from 1 to "),
+], ids=str)  # fmt: skip
 def test_what_cannot_be_searched_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        pl.plan_search(TINY, LAPTOP, **settings)
-
-
-def test_only_a_model_and_a_cluster_can_be_searched():
-    with pytest.raises(ValueError, match="not a model description"):
-        pl.plan_search("gpt3", LAPTOP)
-    for cluster in ("dgx", None):
-        with pytest.raises(ValueError, match=r"not a cluster; legal: .*pl.Cluster.local\(\)"):
-            pl.plan_search(TINY, cluster)
+        pl.plan_search(**{"model": TINY, "cluster": LAPTOP, **settings})
 
 
 def test_a_notebook_sees_the_counts_and_the_best_ten(small):
     assert repr(small).startswith("Search(") and "fit in" in repr(small)
     page = small._repr_html_()
     assert page.count("<tr") == 11 and "Search" not in page[:20] and "nan" not in page
-
-
-@pytest.mark.parametrize("asked", [{"top": 2**31}, {"global_batch": 2**62}, {"devices": 2**20}])
-def test_a_search_that_would_not_end_is_refused(asked):
-    (field,) = asked
-    cluster = pl.Cluster.preset("dgx-a100", nodes=2**20)
-    with pytest.raises(ValueError, match=f"^{field}=.*: out of range; legal: .* from 1 to "):
-        pl.plan_search(SMALL, cluster, **{"devices": 8} | asked)
 
 
 def test_a_search_through_too_many_plans_is_refused(monkeypatch):
@@ -569,26 +369,14 @@ def test_a_search_through_too_many_plans_is_refused(monkeypatch):
         pl.plan_search(SMALL, LAPTOP, **asked, pp=1, dp=8)
 
 
-def test_micro_batches_that_follow_from_other_settings_are_no_choices_that_count():
-    """With a factor of 240 for them, this search would go through more than four million plans."""
-    cluster = pl.Cluster.preset("dgx-a100", nodes=90)
-    plans = space(SMALL, cluster, 720, 720720, {})
-    assert len(plans) > 10_000
-    assert set(plans.dp * plans.microbatch_size * plans.microbatches) == {720720}
+def test_numbers_and_arrays_of_numpy_are_stated_like_others():
+    for dp, same in ((2, (np.int64(2), np.array(2))), ([2, 4], (np.array([2, 4]),))):
+        how = {"devices": 8, "global_batch": 16, "top": 1, "zero_stage": 0, "offload": None}
+        first, *others = (pl.plan_search(SMALL, LAPTOP, dp=one, **how).table for one in (dp, *same))
+        assert set(first["dp"]) == {2, *np.ravel(dp)} and all(map(first.equals, others))
 
 
-@pytest.mark.parametrize(
-    "dp, stated", [(2, np.int64(2)), (2, np.array(2)), ([2, 4], np.array([2, 4]))], ids=repr
-)
-def test_numbers_and_arrays_of_numpy_are_stated_like_others(dp, stated):
-    found = [pl.plan_search(SMALL, LAPTOP, devices=8, global_batch=16, top=1, dp=one).table
-             for one in (dp, stated)]  # fmt: skip
-    assert set(found[0]["dp"]) == {2, *np.ravel(dp)} and found[0].equals(found[1])
-
-
-@pytest.mark.parametrize(
-    ("limit", "top"), [(4_214_276, 1), (4_000_000, 1), (4_400_000, 1), (4_000_000, 2)]
-)
+@pytest.mark.parametrize(("limit", "top"), [(4_214_276, 1), (4_000_000, 2)])
 def test_the_best_is_a_plan_that_was_compiled_also_where_the_first_ones_do_not_fit(limit, top):
     model, cluster = pl.ModelSpec.preset("laptop"), pl.Cluster.preset("dgx-a100", nodes=1)
     found = pl.plan_search(model, cluster, global_batch=64, top=top, memory=limit)
@@ -606,21 +394,3 @@ def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(
     assert len(simulated(microbatches=[1, 8])) > 1
     assert all(map(folds, simulated(microbatches=[1, 8])))
     assert len(simulated(microbatches=1)) == 1
-
-
-@pytest.mark.parametrize("spare", [1.0, 1.1])
-def test_of_few_plans_none_that_fits_and_is_faster_is_left_out(spare):
-    """All of them are compiled, whatever their estimates of memory are."""
-    model = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=8, vocab=260)
-    asked = {"global_batch": 16, "recompute": "none", "offload": None}
-    found = pl.plan_search(model, LAPTOP, 2, **asked)
-    rows = []
-    for plan in (found.plans[at] for at in range(len(found.plans))):
-        report = pl.predict(model, plan, LAPTOP, steps=1)
-        peak = report.peaks()["predicted"]["total"]
-        rows.append((report.step_time, peak))
-    fastest = min(rows)
-    limit = int(fastest[1] * spare)
-    best = pl.plan_search(model, LAPTOP, 2, memory=limit, **asked).best
-    seconds = pl.predict(model, best, LAPTOP, steps=1).step_time
-    assert seconds == pytest.approx(min(t for t, peak in rows if peak <= limit), rel=0.02)
