@@ -34,22 +34,23 @@ def call(name, seconds=1.0, *, ranks=(0, 1), lane="comm:dp"):
 
 
 # ---- what cannot run ------------------------------------------------------------------------
-def test_a_call_that_a_member_never_launches_is_named():
-    with pytest.raises(ValueError, match=r"rank 0 launches sum 1, rank 1 launches nothing more"):
-        moments([[call("sum 1"), wait("sum 1")], [compute(1.0)]])
-    with pytest.raises(ValueError, match=r"rank 0 launches nothing more, rank 1 launches sum 1"):
-        moments([[compute(1.0)], [call("sum 1", ranks=(0, 1, 2))], []])
+A, B = call("a"), call("b")
+THEIRS = call("b", lane="b")  # on a lane of its own
 
 
-def test_two_ranks_that_wait_for_each_other_are_a_deadlock():
-    a, b = call("a", lane="a"), call("b", lane="b")
-    with pytest.raises(ValueError, match="wait for each other's calls"):
-        moments([[a, wait("a"), b, wait("b")], [b, wait("b"), a, wait("a")]])
-
-
-def test_calls_in_another_order_on_one_lane_are_a_deadlock():
-    with pytest.raises(ValueError, match="rank 0 launches a, rank 1 launches b"):
-        moments([[call("a"), call("b")], [call("b"), call("a")]])
+@pytest.mark.parametrize("said, lists", [
+    # A call that a member never launches.
+    ("rank 0 launches a, rank 1 launches nothing more", [[A, wait("a")], [compute(1.0)]]),
+    ("rank 0 launches nothing more, rank 1 launches a",
+     [[compute(1.0)], [call("a", ranks=(0, 1, 2))], []]),
+    # Deadlocks.
+    ("wait for each other's calls",
+     [[A, wait("a"), THEIRS, wait("b")], [THEIRS, wait("b"), A, wait("a")]]),
+    ("rank 0 launches a, rank 1 launches b", [[A, B], [B, A]]),
+])  # fmt: skip
+def test_what_never_ends_is_refused_with_the_calls_that_are_to_blame(said, lists):
+    with pytest.raises(ValueError, match=said):
+        moments(lists)
 
 
 # ---- any program ----------------------------------------------------------------------------

@@ -37,17 +37,13 @@ def order() -> Order:
     return Order(pl.Plan(dp=2, zero_stage=3, offload="nvme"))
 
 
-def test_what_reads_comes_after_what_wrote(order):
-    written = hand_over(order, DEVICE, HOST, "d2h")
-    assert hand_over(order, HOST, OTHER, "host").predecessors == (written,)
-
-
-def test_what_writes_over_a_value_comes_after_all_that_read_it(order):
+def test_what_reads_comes_after_what_wrote_and_what_writes_over_it_after_all_that_read_it(order):
     written = hand_over(order, DEVICE, HOST, "d2h")
     reads = [hand_over(order, HOST, ("file.shard", k, 0), "disk") for k in range(2)]
-    assert set(hand_over(order, DEVICE, HOST, "d2h").predecessors) == {written, *reads}
-    last = hand_over(order, HOST, OTHER, "host")
-    assert len(last.predecessors) == 1  # the last one that wrote it
+    assert [one.predecessors for one in reads] == [(written,)] * 2
+    again = hand_over(order, DEVICE, HOST, "d2h")
+    assert set(again.predecessors) == {written, *reads}
+    assert hand_over(order, HOST, OTHER, "host").predecessors == (again,)
 
 
 def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):

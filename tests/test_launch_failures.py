@@ -7,6 +7,7 @@ benchmarks/claims.py.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
@@ -18,7 +19,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ from paralab.ranks.server import RankServer, start_method
 from patience import HANG_S
 from processes import below_the_server, marked, until
 
-ROUNDS = 3
+ROUNDS = 2
 HERE = Path(__file__).parent
 SPAWNS = start_method() == "spawn"
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks import no tests
@@ -72,7 +72,7 @@ def block() -> None:
     select.select([], [], [])
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_clear_error(kind: type[Exception]) -> Iterator[pytest.ExceptionInfo]:
     """The block fails with ``kind`` and leaves nothing behind."""
     with pytest.raises(kind) as caught:
@@ -146,15 +146,12 @@ def fail_in_turn(said: str, later: float) -> Callable[[str], None]:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("ranks", "fail", "named"),
-    [
-        (4, loses_its_peers, "rank 3 raised KeyError: 'the cause'"),
-        (2, fail_in_turn("rank {} as well", 0.06), "rank 1 raised ValueError"),
-        # One mistake that both make: the lowest, wherever the objects in its words are.
-        (2, fail_in_turn("<Block object at 0x7f{}>", 0.0), "rank 0 raised ValueError"),
-    ],
-)
+@pytest.mark.parametrize("ranks, fail, named", [
+    (4, loses_its_peers, "rank 3 raised KeyError: 'the cause'"),
+    (2, fail_in_turn("rank {} as well", 0.06), "rank 1 raised ValueError"),
+    # One mistake that both make: the lowest, wherever the objects in its words are.
+    (2, fail_in_turn("<Block object at 0x7f{}>", 0.0), "rank 0 raised ValueError"),
+])  # fmt: skip
 def test_the_rank_that_failed_first_is_named_not_the_one_that_lost_its_peer(
     ranks: int, fail: Callable, named: str, temporary: Path
 ) -> None:
@@ -199,16 +196,13 @@ def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(mon
         launch_program(program, 3)
 
 
-def test_a_rank_that_leaves_says_with_which_code() -> None:
-    for leave, said in ((os._exit, "ended with exit code 3"), (sys.exit, r"called sys.exit\(3\)")):
-        with pytest.raises(pl.RankError, match=f"rank 0 {said}"):
-            pl.launch(leave, ranks=1, args=(3,))
-
-
-def test_what_an_error_says_is_cut_and_the_cut_is_stated() -> None:
+def test_a_rank_that_leaves_says_with_which_code_and_one_that_says_too_much_is_cut() -> None:
     def giant(end: str) -> None:
         raise ValueError("begins " + ("x" * 1000 + end) * 20_000 + " ends")
 
+    for leave, said in ((os._exit, "ended with exit code 3"), (sys.exit, r"called sys.exit\(3\)")):
+        with pytest.raises(pl.RankError, match=f"rank 0 {said}"):
+            pl.launch(leave, ranks=1, args=(3,))
     for end in ("", "\n"):
         with one_clear_error(pl.RankError) as caught:
             pl.launch(giant, ranks=1, args=(end,))
@@ -240,54 +234,48 @@ def never_meet(context) -> None:
         block()
 
 
-def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
-    for program in (in_a_cell(HANGS, "hangs"), never_meet):
-        with one_clear_error(pl.RankTimeout) as caught:
-            launch_program(program, 4, timeout=2.0)
-        first, *lines = str(caught.value).splitlines()
-        waiting = caught.value.waiting
-        if program is never_meet:
-            said = "rank 0 waits in recv for its peer; ranks 1, 3 wait in all_reduce #17 for rank 0"
-            assert first.endswith(said)
-            assert waiting[1].startswith("in all_reduce #17 on axis dp, ranks 0,1,3, step 2, line")
-            assert lines[2] == "  rank 2: has returned its result"
-        else:
-            assert first == "no sign of life for 2 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
-            assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
-            assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
-        assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
+@pytest.mark.parametrize("program", [in_a_cell(HANGS, "hangs"), never_meet])
+def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is(program) -> None:
+    with one_clear_error(pl.RankTimeout) as caught:
+        launch_program(program, 4, timeout=1.0)
+    first, *lines = str(caught.value).splitlines()
+    waiting = caught.value.waiting
+    if program is never_meet:
+        said = "rank 0 waits in recv for its peer; ranks 1, 3 wait in all_reduce #17 for rank 0"
+        assert first.endswith(said)
+        assert waiting[1].startswith("in all_reduce #17 on axis dp, ranks 0,1,3, step 2, line")
+        assert lines[2] == "  rank 2: has returned its result"
+    else:
+        assert first == "no sign of life for 1 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
+        assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
+        assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
+    assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
 
 
 def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
-    """One kind after the other, each for longer than the limit."""
+    """One kind after the other, each for longer than the limit; notes, which are looked at every
+    half second, come last.
+    """
 
     def program(context) -> None:
-        def note(step: int) -> None:
-            context.note(f"all_reduce #{step}")
-
-        def progress(step: int) -> None:
-            context.progress(step, 11)
-
-        for sign in (print, note, progress):
-            for step in range(11):
+        signs = print, lambda step: context.progress(step, 8), lambda step: context.note(f"#{step}")
+        for sign in signs:
+            for step in range(8):
                 time.sleep(0.2)
                 sign(step)
 
-    launch_program(program, 1, timeout=2.0)  # notes are looked at every half second
+    launch_program(program, 1, timeout=1.5)
 
 
 def stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(
-    ("hang", "stack_seconds", "words"),
-    [
-        (block, watch.STACK_SECONDS, ["no rank waits for another; rank 0 is busy"]),
-        # waited for to the end
-        (stopped, 0.1, ["rank 0 does not answer\n", "rank 0: does not answer: it is stopped"]),
-    ],
-)
+@pytest.mark.parametrize("hang, stack_seconds, words", [
+    (block, watch.STACK_SECONDS, ["no rank waits for another; rank 0 is busy"]),
+    # waited for to the end
+    (stopped, 0.1, ["rank 0 does not answer\n", "rank 0: does not answer: it is stopped"]),
+])  # fmt: skip
 def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
     hang, stack_seconds: float, words: list[str], monkeypatch
 ) -> None:
@@ -313,10 +301,9 @@ def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
     assert "ranks 0, 1 may wait for their GPUs" in str(caught.value)
 
 
-@pytest.mark.parametrize("limit", [1e-4, 0.01])
-def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout(limit, monkeypatch) -> None:
+def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout(monkeypatch) -> None:
     monkeypatch.setattr(watch, "START_SECONDS", 0.0)
-    for _ in range(ROUNDS):
+    for limit in (1e-4, 0.01):
         with one_clear_error(pl.RankTimeout) as caught:
             pl.launch(block, ranks=4, timeout=limit)
         assert str(caught.value).count("\n  rank ") == 4 == len(caught.value.waiting)
@@ -348,10 +335,9 @@ def creeps_up() -> None:
         kept.append(bytearray(2**24))
 
 
-@pytest.mark.parametrize(
-    ("ask", "said"),
-    [(torch_asks, "it asked for 128.0 TiB"), (numpy_asks, "32.0 TiB"), (creeps_up, "\n")],
-)
+@pytest.mark.parametrize("ask, said", [
+    (torch_asks, "it asked for 128.0 TiB"), (numpy_asks, "32.0 TiB"), (creeps_up, "\n"),
+])  # fmt: skip
 def test_an_allocation_that_fails_is_out_of_memory_and_names_what_was_asked_for(ask, said) -> None:
     if ask is creeps_up and sys.platform != "linux":
         pytest.skip("RLIMIT_AS holds on Linux alone")
@@ -414,9 +400,7 @@ def test_of_a_rank_that_forks_the_parent_alone_is_heard(capsys) -> None:
     assert said.count("KeyError: 'the child'") == 2
 
 
-def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(temporary, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -481,9 +465,6 @@ class Kernel:
             elif kind == "status" and content["execution_state"] == "idle":
                 return shown, *error
 
-    def interrupt(self) -> None:
-        self.manager.interrupt_kernel()
-
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
@@ -491,25 +472,26 @@ class Kernel:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
+    with contextlib.closing(Kernel()) as kernel:
         assert kernel.run(CELLS) == ("", "", "")
         yield kernel
-    finally:
-        kernel.close()
 
 
 def test_an_interrupted_kernel_is_free_again(kernel: Kernel) -> None:
     kernel.run("pl.launch(rank, ranks=2)")
     for _ in range(ROUNDS):
-        _, error, said = kernel.run("pl.launch(hang, ranks=3, live=True)", kernel.interrupt)
+        _, error, said = kernel.run(
+            "pl.launch(hang, ranks=3, live=True)", kernel.manager.interrupt_kernel
+        )
         assert error == "KeyboardInterrupt" and said.startswith("interrupted")
         assert kernel.run("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
 
 
 def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(kernel: Kernel) -> None:
     for _ in range(4):  # a machine that is busy may not tell in the time that there is for it
-        _, error, said = kernel.run("pl.launch(hang, ranks=1, live=True)", kernel.interrupt)
+        _, error, said = kernel.run(
+            "pl.launch(hang, ranks=1, live=True)", kernel.manager.interrupt_kernel
+        )
         if said != "interrupted":
             break
     # It may come while what tells of the rank is still being printed, or right behind it.
