@@ -8,7 +8,6 @@ benchmarks/claims.py.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import re
 import resource
@@ -27,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import start_new_kernel
 
 import paralab as pl
 from paralab.launch import launch_program
@@ -80,41 +79,29 @@ def one_clear_error(kind: type[Exception]) -> Iterator[pytest.ExceptionInfo]:
     assert nothing_left()
 
 
-def in_a_cell(source: str, name: str) -> Callable:
-    """Define a function the way IPython does: its source is in linecache, not in a file."""
-    file = f"/tmp/ipykernel_1/{uuid.uuid4().int}.py"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict = {"__name__": "__main__"}
-    exec(compile(source, file, "exec"), scope)
-    return scope[name]
-
-
 # ---- a rank that fails --------------------------------------------------------------------------
 
-RAISES = """
-import torch, torch.distributed as dist
 
 class Stubborn(Exception):
-    def __init__(self, a, b):  # does not unpickle: pickle calls it with one argument
+    def __init__(self, a: str, b: str) -> None:  # does not unpickle: pickle gives one argument
         super().__init__(f"{a} and {b}")
 
-def fail():
+
+def raises() -> None:
     print("so far so good")
     if dist.get_rank() == 2:
         raise Stubborn("one", "two")  # the line to show
-    dist.all_reduce(torch.ones(1))
-"""
+    total()
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback_and_the_cells_line(capsys) -> None:
+def test_a_rank_that_raises_is_named_with_its_traceback_after_what_ranks_printed(capsys) -> None:
     with one_clear_error(pl.RankError) as caught:
-        pl.launch(in_a_cell(RAISES, "fail"), ranks=4)
+        pl.launch(raises, ranks=4)
     assert caught.value.rank == 2
     said = str(caught.value)
     assert said.startswith("rank 2 raised Stubborn: one and two\n\nTraceback (most recent")
     assert 'raise Stubborn("one", "two")  # the line to show' in said
     assert "ranks/process.py" not in said and caught.value.traceback in said
-    # What ranks printed comes first.
     assert capsys.readouterr().out == "".join(f"[rank {r}] so far so good\n" for r in range(4))
 
 
@@ -214,15 +201,12 @@ def test_a_rank_that_leaves_says_with_which_code_and_one_that_says_too_much_is_c
 
 # ---- a rank that hangs --------------------------------------------------------------------------
 
-HANGS = """
-import select, torch, torch.distributed as dist
 
-def hangs(context):
+def hangs(context) -> None:
     dist.barrier()
-    if dist.get_rank() == 2:
-        select.select([], [], [])
+    if context.rank == 2:
+        block()
     dist.all_reduce(torch.ones(1))
-"""
 
 
 def never_meet(context) -> None:
@@ -234,7 +218,7 @@ def never_meet(context) -> None:
         block()
 
 
-@pytest.mark.parametrize("program", [in_a_cell(HANGS, "hangs"), never_meet])
+@pytest.mark.parametrize("program", [hangs, never_meet])
 def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is(program) -> None:
     with one_clear_error(pl.RankTimeout) as caught:
         launch_program(program, 4, timeout=1.0)
@@ -247,8 +231,8 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is(program) -> None:
         assert lines[2] == "  rank 2: has returned its result"
     else:
         assert first == "no sign of life for 1 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
-        assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
-        assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
+        assert re.search(r"line \d+ of \S+\.py in block: select\.select\(\[\]", waiting[2])
+        assert re.search(r"^in all_reduce, line \d+ of .*: dist\.all_reduce\(torch", waiting[0])
     assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
 
 
@@ -302,18 +286,15 @@ def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
 
 
 def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout(monkeypatch) -> None:
+    """The time that they take to start is no silence, for a while: START_SECONDS."""
+    with one_clear_error(pl.RankTimeout) as caught:
+        pl.launch(block, ranks=2, timeout=1e-4)
+    assert "is starting" not in str(caught.value)
     monkeypatch.setattr(watch, "START_SECONDS", 0.0)
     for limit in (1e-4, 0.01):
         with one_clear_error(pl.RankTimeout) as caught:
             pl.launch(block, ranks=4, timeout=limit)
         assert str(caught.value).count("\n  rank ") == 4 == len(caught.value.waiting)
-
-
-def test_the_time_that_ranks_take_to_start_is_no_silence() -> None:
-    """The shortest limit there can be ends a launch only when every rank has been called."""
-    with one_clear_error(pl.RankTimeout) as caught:
-        pl.launch(block, ranks=2, timeout=1e-4)
-    assert "is starting" not in str(caught.value)
 
 
 # ---- memory, forks and a full folder ------------------------------------------------------------
@@ -384,11 +365,9 @@ def test_of_a_rank_that_forks_the_parent_alone_is_heard(capsys) -> None:
                 found[how] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 continue
             print("printed by the child that", how)
-            if how == "returns":
-                return "child"
             if how == "raises":
                 raise KeyError("the child")
-            sys.exit({"7": 7, "None": None, "words": "words"}[how.partition(", ")[2]])
+            return how == "returns" or sys.exit({"7": 7, "words": "words"}.get(how[7:]))
         return found
 
     told = []
@@ -435,63 +414,49 @@ def left():
 """
 
 
-class Kernel:
-    """A real Jupyter kernel."""
-
-    def __init__(self) -> None:
-        self.manager = KernelManager()
-        env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-        self.manager.start_kernel(env=env, extra_arguments=["--HistoryManager.enabled=False"])
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=HANG_S)
-
-    def run(self, code: str, on_print: Callable[[], None] = lambda: None) -> tuple[str, str, str]:
-        """Execute a cell: what it printed, and its error's name and text. on_print: called once, as
-        what is printed comes in pieces.
-        """
-        message, shown, error = self.client.execute(code), "", ("", "")
-        while True:
-            got = self.client.get_iopub_msg(timeout=HANG_S)
-            if got["parent_header"].get("msg_id") != message:
-                continue
-            kind, content = got["msg_type"], got["content"]
-            if kind == "stream":
-                if not shown:
-                    on_print()
-                shown += content["text"]
-            elif kind == "error":
-                error = content["ename"], content["evalue"]
-            elif kind == "status" and content["execution_state"] == "idle":
-                return shown, *error
-
-    def close(self) -> None:
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
-
-
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    with contextlib.closing(Kernel()) as kernel:
-        assert kernel.run(CELLS) == ("", "", "")
-        yield kernel
+def cell() -> Iterator[Callable[..., tuple[str, str, str]]]:
+    """Executes a cell in a real Jupyter kernel, and says what it printed and its error's name and
+    text; ``interrupt``: once it prints.
+    """
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    own = {"env": env, "extra_arguments": ["--HistoryManager.enabled=False"]}
+    manager, client = start_new_kernel(startup_timeout=HANG_S, **own)
+
+    def executed(code: str, interrupt: bool = False) -> tuple[str, str, str]:
+        shown, error = [], ["", ""]
+
+        def hook(message: dict) -> None:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                if interrupt and not shown:  # what is printed comes in pieces
+                    manager.interrupt_kernel()
+                shown.append(content["text"])
+            elif message["msg_type"] == "error":
+                error[:] = content["ename"], content["evalue"]
+
+        client.execute_interactive(code, output_hook=hook, timeout=HANG_S)
+        return "".join(shown), *error
+
+    try:
+        assert executed(CELLS) == ("", "", "")
+        yield executed
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
-def test_an_interrupted_kernel_is_free_again(kernel: Kernel) -> None:
-    kernel.run("pl.launch(rank, ranks=2)")
+def test_an_interrupted_kernel_is_free_again(cell) -> None:
+    cell("pl.launch(rank, ranks=2)")
     for _ in range(ROUNDS):
-        _, error, said = kernel.run(
-            "pl.launch(hang, ranks=3, live=True)", kernel.manager.interrupt_kernel
-        )
+        _, error, said = cell("pl.launch(hang, ranks=3, live=True)", interrupt=True)
         assert error == "KeyboardInterrupt" and said.startswith("interrupted")
-        assert kernel.run("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
+        assert cell("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
 
 
-def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(kernel: Kernel) -> None:
+def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(cell) -> None:
     for _ in range(4):  # a machine that is busy may not tell in the time that there is for it
-        _, error, said = kernel.run(
-            "pl.launch(hang, ranks=1, live=True)", kernel.manager.interrupt_kernel
-        )
+        _, error, said = cell("pl.launch(hang, ranks=1, live=True)", interrupt=True)
         if said != "interrupted":
             break
     # It may come while what tells of the rank is still being printed, or right behind it.
@@ -500,12 +465,12 @@ def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(kernel: Ker
     assert re.fullmatch(rf"interrupted; rank 0: {line}", said)
 
 
-def test_in_a_notebook_the_cell_and_its_line_are_named(kernel: Kernel) -> None:
-    kernel.run("def divide(x):\n    print('dividing')\n    return 1 / x  # here")
-    shown, error, said = kernel.run("pl.launch(divide, ranks=1, args=(0,))")
+def test_in_a_notebook_the_cell_and_its_line_are_named(cell) -> None:
+    cell("def divide(x):\n    print('dividing')\n    return 1 / x  # here")
+    shown, error, said = cell("pl.launch(divide, ranks=1, args=(0,))")
     assert (shown, error) == ("[rank 0] dividing\n", "RankError")
     assert re.search(r"\n  Cell In\[\d+\], line 3, in divide\n    return 1 / x  # here\n", said)
-    _, error, said = kernel.run("pl.launch(hang, ranks=2, timeout=1)")
+    _, error, said = cell("pl.launch(hang, ranks=2, timeout=1)")
     assert error == "RankTimeout" and ": rank 1 waits in all_reduce for rank 0\n" in said
     assert re.search(
         r"rank 0: line 10 of Cell In\[\d+\] in hang: select.select\(\[\], \[\], \[\]\)\n", said
