@@ -59,13 +59,12 @@ durations = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0])  # exact in binary: sums
 
 @st.composite
 def programs(draw):
-    """Random programs that cannot deadlock: one global order of calls, every member launches it
-    there.
+    """Random programs that cannot deadlock: every member launches calls in one global order.
+
+    copies: names, also of those that a rank has waited for; begun: what it can wait for
     """
     world = draw(st.integers(1, 4))
-    lists = [[] for _ in range(world)]
-    copies = [[] for _ in range(world)]  # names, also of those that a rank has waited for
-    begun = [[] for _ in range(world)]  # what it can wait for
+    lists, copies, begun = ([[] for _ in range(world)] for _ in range(3))
     for name in range(draw(st.integers(0, 6))):
         for rank, items in enumerate(lists):
             for _ in range(draw(st.integers(0, 2))):
@@ -73,15 +72,15 @@ def programs(draw):
                 if what == "compute":
                     items.append(compute(draw(durations)))
                 elif what == "copy":
-                    after = [draw(st.sampled_from(copies[rank]))] if copies[rank] else []
-                    after *= draw(st.booleans())
+                    after = draw(st.lists(st.sampled_from(copies[rank] or [0]), max_size=1))
+                    after *= bool(copies[rank])
                     copies[rank].append(len(items))
                     begun[rank].append(copied(len(items)))
                     lane = draw(st.sampled_from(["h2d", "disk"]))
                     items.append(copy(len(items), draw(durations), *after, lane=lane))
                 elif begun[rank]:
-                    at = draw(st.integers(0, len(begun[rank]) - 1))
-                    items.append(wait(begun[rank].pop(at)))
+                    items.append(wait(draw(st.sampled_from(begun[rank]))))
+                    begun[rank].remove(items[-1].name)
         ranks = tuple(sorted(draw(st.sets(st.integers(0, world - 1), min_size=1))))
         made = call(name, draw(durations), ranks=ranks, lane=draw(st.sampled_from("ab")))
         for rank in ranks:

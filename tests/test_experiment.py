@@ -7,6 +7,7 @@ import io
 import sys
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,12 +35,8 @@ def test_the_bar_shows_steps_that_every_rank_has_finished(run, model, monkeypatc
 
 
 def test_a_run_whose_report_would_fill_the_memory_says_so_before(run, model, monkeypatch):
-    plan, asked = pl.Plan(dp=2, zero_stage=3, microbatches=4), []
-
-    def launch(*_, **__):
-        asked.append("ranks")
-        raise Stopped("as far as this test goes")
-
+    plan = pl.Plan(dp=2, zero_stage=3, microbatches=4)
+    launch = mock.Mock(side_effect=Stopped("as far as this test goes"))
     report = run(model, plan, steps=2)
     size = experiment._report_bytes(model, plan, 2, optimizer="adamw", clips=False)
     rows = size / experiment.ROW_BYTES
@@ -52,7 +49,7 @@ def test_a_run_whose_report_would_fill_the_memory_says_so_before(run, model, mon
         with warnings.catch_warnings(), pytest.raises(Stopped):
             warnings.simplefilter("error")
             run(model, plan, steps=steps)
-    assert asked == ["ranks"] * 3
+    assert launch.call_count == 3
 
 
 def test_running_out_of_memory_says_what_fills_the_device(run, model):
@@ -65,29 +62,21 @@ def test_running_out_of_memory_says_what_fills_the_device(run, model):
     assert run(model, steps=2).losses  # the next call works
 
 
-@pytest.mark.parametrize(("device", "gpus", "gloo"), [
+@pytest.mark.parametrize("device, gpus, gloo", [
     ("cuda", 2, False), ("cuda", 1, True), ("cpu", 2, True), (None, 2, False), (None, 1, True),
 ])  # fmt: skip
 def test_running_out_of_memory_is_explained_with_what_the_ranks_send_through(
     model, monkeypatch, device, gpus, gloo
 ):
     """Gloo's reduce-scatter needs memory of its own. Ranks that share a GPU use gloo."""
-
-    def launch(*_, **__):
-        raise OutOfMemory("as far as this test goes", rank=0, table="")
-
-    def table(model, plan, **how):
-        told.append(how)
-        return "what fills it"
-
-    told: list[dict] = []
+    ends = mock.Mock(side_effect=OutOfMemory("as far as this test goes", rank=0, table=""))
     monkeypatch.setenv("PARALAB_DEVICE", "")
     monkeypatch.setattr(calibrate, "gpus", lambda: (("one", 8 * 10**9),) * gpus)
-    monkeypatch.setattr(experiment, "launch_program", launch)
-    monkeypatch.setattr(experiment, "table", table)
+    monkeypatch.setattr(experiment, "launch_program", ends)
+    monkeypatch.setattr(experiment, "table", table := mock.Mock(return_value="what fills it"))
     with pytest.raises(OutOfMemory, match="what fills it"):
         pl.run(model, pl.Plan(dp=2, zero_stage=2), device=device)
-    assert told == [{"optimizer": "adamw", "gloo": gloo, "clips": False}]
+    assert table.call_args.kwargs == {"optimizer": "adamw", "gloo": gloo, "clips": False}
 
 
 def test_run_and_the_torchrun_way_share_their_arguments_and_defaults():
@@ -121,27 +110,25 @@ def test_attention_is_what_suits_the_device(
     model, monkeypatch, asked, dropout, on_gpus, on_processors
 ):
     """In a run, a prediction, a dry run and a program alike."""
-    model = model.replace(attention=asked, dropout=dropout)
-    started = []
-
-    def launch(program, world_size, args, **_):
-        started.append(args[0].attention)
-        raise Stopped("as far as this test goes")
-
+    model, plan = model.replace(attention=asked, dropout=dropout), pl.Plan(dp=2)
+    launch = mock.Mock(side_effect=Stopped("as far as this test goes"))
     monkeypatch.setattr(experiment, "launch_program", launch)
     for device, expected in (("cuda", on_gpus), ("cpu", on_processors)):
+        for module in (experiment, text):
+            monkeypatch.setattr(module, "device_of_run", lambda ranks, d=device: d)
         for named in (device, None):  # by name, or what `pl.run` takes by itself
-            for module in (experiment, text):
-                monkeypatch.setattr(module, "device_of_run", lambda ranks, d=device: d)
             with pytest.raises(Stopped):
-                pl.run(model, pl.Plan(dp=2), device=named)
-        assert started == [expected] * 2
-        started.clear()
+                pl.run(model, plan, device=named)
+            _, _, (started, *_) = launch.call_args.args
+            assert started.attention == expected
         cluster = GPUS if device == "cuda" else GPUS.replace(cores=2)
-        assert pl.predict(model, pl.Plan(dp=2), cluster).model.attention == expected
-        assert pl.dry_run(model, pl.Plan(dp=2), cluster=cluster).model.attention == expected
-        assert pl.plan_search(model, cluster, 2, dp=2).model.attention == expected
-        assert pl.program(model, pl.Plan(dp=2)).program.spec.attention == expected
+        for made in (
+            pl.predict(model, plan, cluster),
+            pl.dry_run(model, plan, cluster=cluster),
+            pl.plan_search(model, cluster, 2, dp=2),
+        ):
+            assert made.model.attention == expected
+        assert pl.program(model, plan).program.spec.attention == expected
 
 
 def test_a_checkpoint_of_one_kernel_goes_on_with_the_other(run, model, tmp_path):

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import cloudpickle
 import numpy as np
@@ -80,8 +81,6 @@ def one_clear_error(kind: type[Exception]) -> Iterator[pytest.ExceptionInfo]:
 
 
 # ---- a rank that fails --------------------------------------------------------------------------
-
-
 class Stubborn(Exception):
     def __init__(self, a: str, b: str) -> None:  # does not unpickle: pickle gives one argument
         super().__init__(f"{a} and {b}")
@@ -200,8 +199,6 @@ def test_a_rank_that_leaves_says_with_which_code_and_one_that_says_too_much_is_c
 
 
 # ---- a rank that hangs --------------------------------------------------------------------------
-
-
 def hangs(context) -> None:
     dist.barrier()
     if context.rank == 2:
@@ -275,14 +272,14 @@ def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
 
     def receive_nccl_too(run, rank) -> None:
         receive(run, rank)
-        real, rank.control = rank.control, SimpleNamespace(recv=lambda: ("nccl",))
-        receive(run, rank)
-        rank.control = real
+        with mock.patch.object(rank, "control", SimpleNamespace(recv=lambda: ("nccl",))):
+            receive(run, rank)
 
     monkeypatch.setattr(watch.Run, "_receive", receive_nccl_too)
     with one_clear_error(pl.RankTimeout) as caught:
         pl.launch(block, ranks=2, timeout=0.5)
-    assert "ranks 0, 1 may wait for their GPUs" in str(caught.value)
+    said = "ranks 0, 1 may wait for their GPUs, where a call of NCCL may hang; their hosts wait in "
+    assert f"{said}no call" in str(caught.value)
 
 
 def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout(monkeypatch) -> None:
@@ -298,16 +295,6 @@ def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout(monkeypatc
 
 
 # ---- memory, forks and a full folder ------------------------------------------------------------
-
-
-def torch_asks() -> None:
-    torch.empty(2**45)
-
-
-def numpy_asks() -> None:
-    np.empty((2**20, 2**22))
-
-
 def creeps_up() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
@@ -317,7 +304,8 @@ def creeps_up() -> None:
 
 
 @pytest.mark.parametrize("ask, said", [
-    (torch_asks, "it asked for 128.0 TiB"), (numpy_asks, "32.0 TiB"), (creeps_up, "\n"),
+    (lambda: torch.empty(2**45), "it asked for 128.0 TiB"),
+    (lambda: np.empty((2**20, 2**22)), "32.0 TiB"), (creeps_up, "\n"),
 ])  # fmt: skip
 def test_an_allocation_that_fails_is_out_of_memory_and_names_what_was_asked_for(ask, said) -> None:
     if ask is creeps_up and sys.platform != "linux":
@@ -342,13 +330,12 @@ def test_a_cap_that_a_rank_enforces_brings_its_table_along() -> None:
 
     with one_clear_error(OutOfMemory) as caught:
         pl.launch(capped, ranks=1)
-    assert caught.value.table == "activations 100 MB"
-    assert "12 MB over the limit\n\nactivations 100 MB\n\nTraceback" in str(caught.value)
     caught.value.explain("another")
     assert caught.value.table == "activations 100 MB"
+    assert "12 MB over the limit\n\nactivations 100 MB\n\nTraceback" in str(caught.value)
     plain = OutOfMemory("rank 0 ran out of memory")
     plain.explain("weights 3 GB")
-    assert str(plain) == "rank 0 ran out of memory\n\nweights 3 GB"
+    assert str(plain) == f"rank 0 ran out of memory\n\n{plain.table}"
     assert plain.table == "weights 3 GB"
 
 
@@ -391,7 +378,6 @@ def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(tempora
 
 
 # ---- the kernel ---------------------------------------------------------------------------------
-
 CELLS = """
 import select
 import psutil
@@ -446,23 +432,16 @@ def cell() -> Iterator[Callable[..., tuple[str, str, str]]]:
         manager.shutdown_kernel(now=True)
 
 
-def test_an_interrupted_kernel_is_free_again(cell) -> None:
-    cell("pl.launch(rank, ranks=2)")
-    for _ in range(ROUNDS):
-        _, error, said = cell("pl.launch(hang, ranks=3, live=True)", interrupt=True)
+def test_an_interrupted_kernel_is_free_again_and_says_in_which_line_the_rank_was(cell) -> None:
+    told = []
+    for ranks in (3, 1, 1, 1):  # a machine that is busy may not tell in the time that there is
+        _, error, said = cell(f"pl.launch(hang, ranks={ranks}, live=True)", interrupt=True)
         assert error == "KeyboardInterrupt" and said.startswith("interrupted")
         assert cell("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
-
-
-def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(cell) -> None:
-    for _ in range(4):  # a machine that is busy may not tell in the time that there is for it
-        _, error, said = cell("pl.launch(hang, ranks=1, live=True)", interrupt=True)
-        if said != "interrupted":
-            break
+        told.append(said)
     # It may come while what tells of the rank is still being printed, or right behind it.
     line = r"(in \w+, )?line (8|9|10) of Cell In\[\d+\] in hang: .+"
-    assert error == "KeyboardInterrupt"
-    assert re.fullmatch(rf"interrupted; rank 0: {line}", said)
+    assert any(re.fullmatch(rf"interrupted; rank 0: {line}", said) for said in told)
 
 
 def test_in_a_notebook_the_cell_and_its_line_are_named(cell) -> None:
@@ -477,6 +456,26 @@ def test_in_a_notebook_the_cell_and_its_line_are_named(cell) -> None:
     )
 
 
+VICTIM = """
+import subprocess, sys, threading
+import paralab as pl
+from paralab.launch import launch_program
+
+def wait_for_one_another(context):
+    import torch, torch.distributed as dist
+    if context.rank == 0:
+        subprocess.Popen(["sleep", "600"])
+        context.progress(1, 1)
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(1))
+
+if sys.argv[1] == "loading":  # the server still loads torch
+    pl.warm_up()
+    print("ready", flush=True)
+launch_program(wait_for_one_another, 3, on_progress=lambda *_: print("ready", flush=True))
+"""
+
+
 @pytest.mark.parametrize("moment", ["loading", "waiting"])
 def test_nothing_survives_a_kernel_that_is_killed(temporary: Path, moment: str) -> None:
     path = str(HERE.parent)
@@ -487,13 +486,11 @@ def test_nothing_survives_a_kernel_that_is_killed(temporary: Path, moment: str) 
         path = f"{temporary}:{path}"
     mark = f"paralab-test-{uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": path, "MARK": mark, "TMPDIR": str(temporary)}
-    with subprocess.Popen(
-        [sys.executable, HERE / "launch_victim.py", moment], env=env, stdout=subprocess.PIPE
-    ) as victim:
+    command = [sys.executable, "-c", VICTIM, moment]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as victim:
         assert victim.stdout.readline() == b"ready\n"
         # Itself, the server and 3 ranks; what a rank has started is looked for afterwards.
-        expected = 2 if moment == "loading" else 5
-        assert until(lambda: len(marked(mark)) >= expected)
+        assert until(lambda: len(marked(mark)) >= (2 if moment == "loading" else 5))
         victim.kill()
     assert until(lambda: not marked(mark))
     assert nothing_left()
