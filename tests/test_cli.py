@@ -242,15 +242,14 @@ def test_results_go_where_they_were_asked_to(experiment, capsys, tmp_path):
 
 
 def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys, monkeypatch):
-    asked, preset = [], pl.Cluster.preset("dgx-a100")
-    monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how) or preset)
+    preset = pl.Cluster.preset("dgx-a100")
+    monkeypatch.setattr(pl.Cluster, "local", local := mock.Mock(return_value=preset))
     small = shlex.split("predict --layers 1 --hidden 32 --heads 2 --seq-len 16 --device cuda")
-    assert cli.main(small) == 0 and asked == [{"device": "cuda"}]
-    assert cli.main(small[:-2]) == 0 and asked[1:] == [{"device": "cpu"}]
+    assert cli.main(small) == cli.main(small[:-2]) == 0
+    assert local.call_args_list == [mock.call(device="cuda"), mock.call(device="cpu")]
     capsys.readouterr()
-    assert "the cluster that --cluster names has its own device" in refused(
-        capsys, *small, "--cluster", "dgx-a100"
-    )
+    said = refused(capsys, *small, "--cluster", "dgx-a100")
+    assert "the cluster that --cluster names has its own device" in said
     assert "cluster='dgx': unknown" in refused(capsys, *small[:-2], "--cluster", "dgx")
 
 
