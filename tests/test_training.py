@@ -35,6 +35,7 @@ def test_what_would_my_model_cost():
     assert cost.state_bytes == 18 * MODEL.num_params
     assert cost.saved_bytes == 14 * MODEL.num_params
     assert cost.fewest_devices == -(-18 * MODEL.num_params // 2**14) == 3
+    assert [needs.devices_for(n, 80) for n in (1, 80, 81, 160, 161)] == [1, 1, 2, 2, 3]
     assert cost.flops == pytest.approx(1e9 * per_token)
     assert cost.days == pytest.approx(seconds / 86_400)
     assert cost.device_hours == pytest.approx(4 * seconds / 3600)
@@ -64,6 +65,8 @@ def test_what_cannot_be_is_refused():
         ("watts=", cost, MODEL, dict(tokens=1, devices=1, flops=1.0, watts=0)),
         ("recipe='x'.*'zero-fp16'", cost, MODEL, dict(tokens=1, devices=1, flops=1, recipe="x")),
         ("recompute='some'.*'selective'", needs.step_flops, MODEL, 1, dict(recompute="some")),
+        ("model='gpt3-175b': not a model; legal: ", needs.step_flops, "gpt3-175b", 1, {}),
+        ("model='gpt3-175b': not a model; legal: ", flops.head_flops, "gpt3-175b", 1, {}),
         ("model='gpt3-175b': not a model; legal: ", needs.model_states, "gpt3-175b", {}),
         ("batch=-4", flops.forward_flops, MODEL, -4, {}),
     ]:
