@@ -37,17 +37,13 @@ def order() -> Order:
     return Order(pl.Plan(dp=2, zero_stage=3, offload="nvme"))
 
 
-def test_what_reads_comes_after_what_wrote(order):
-    written = hand_over(order, DEVICE, HOST, "d2h")
-    assert hand_over(order, HOST, OTHER, "host").predecessors == (written,)
-
-
-def test_what_writes_over_a_value_comes_after_all_that_read_it(order):
+def test_what_reads_comes_after_what_wrote_and_what_writes_over_it_after_all_that_read_it(order):
     written = hand_over(order, DEVICE, HOST, "d2h")
     reads = [hand_over(order, HOST, ("file.shard", k, 0), "disk") for k in range(2)]
-    assert set(hand_over(order, DEVICE, HOST, "d2h").predecessors) == {written, *reads}
-    last = hand_over(order, HOST, OTHER, "host")
-    assert len(last.predecessors) == 1  # the last one that wrote it
+    assert [one.predecessors for one in reads] == [(written,)] * 2
+    again = hand_over(order, DEVICE, HOST, "d2h")
+    assert set(again.predecessors) == {written, *reads}
+    assert hand_over(order, HOST, OTHER, "host").predecessors == (again,)
 
 
 def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):
@@ -74,8 +70,7 @@ def test_nothing_comes_after_what_the_rank_has_waited_for(order):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(stage):
     """A prediction's boxes and edges are those that a run's recorder writes down."""
-    plan = pl.Plan(dp=2, zero_stage=stage, offload="cpu")
-    program = compiled(MODEL, plan, optimizer="adamw")
+    program = compiled(MODEL, pl.Plan(dp=2, zero_stage=stage, offload="cpu"), optimizer="adamw")
     times = walked(program, Costs(program, pl.Cluster.preset("dgx-a100")))
     jobs, over = times.predecessors[0], set()
     for position in sorted({*jobs, *times.waits[0]}):
@@ -92,14 +87,14 @@ def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(
 def test_a_job_is_told_numbers_that_the_rank_no_longer_changes():
     def told(context):
         virtual_cuda.install(context.rank)
-        device = virtual_cuda.name_of(context.rank)
-        context = dataclasses.replace(context, device=device)
+        context = dataclasses.replace(
+            context, device=(device := virtual_cuda.name_of(context.rank))
+        )
         recorder = Recorder(rank=0, world_size=1, device=device)
         recorder.begin_step(0)
         workers = object.__new__(Workers)
         workers.host = Host(Offload(), context=context, recorder=recorder, folder=None)
-        scale = torch.tensor(3.0)
-        found, nothing = workers.copied((scale, None))
+        found, nothing = workers.copied(((scale := torch.tensor(3.0)), None))
         scale.zero_()
         workers.arrived.synchronize()
         return found.item(), nothing

@@ -86,20 +86,18 @@ def said() -> dict:
 def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does(said) -> None:
     assert said["failed"].startswith("rank 0 raised ZeroDivisionError")
     assert said["losses"] == 2 and said["busy"] == 0.0
-    assert said["witness"].startswith("the kernel shows no counter of the loopback interface")
-    assert (
-        "only Linux has one; elsewhere no second count can confirm report.traffic()"
-        in said["witness"]
-    )
+    assert "the kernel shows no counter of the loopback interface" in said["witness"]
+    assert "no second count can confirm report.traffic()" in said["witness"]
 
 
 def test_the_doctor_names_what_is_left_out_without_linux(said) -> None:
     assert said["status"] == 0, said["doctor"]
     rows = {line[2:16].strip(): line[16:] for line in said["doctor"].splitlines()}
-    assert "this system does not show how much of it is free" in rows["memory"]
-    assert "this system does not show how busy other programs are" in rows["links"]
-    assert rows["ranks"].startswith(
-        "started one by one rather than forked, so a launch takes some seconds"
-    )
-    assert "this kernel shows none; one experiment of lab 01 needs it" in rows["byte counter"]
+    for row, words in {
+        "memory": "this system does not show how much of it is free",
+        "links": "this system does not show how busy other programs are",
+        "ranks": "started one by one rather than forked, so a launch takes some seconds",
+        "byte counter": "this kernel shows none; one experiment of lab 01 needs it",
+    }.items():
+        assert words in rows[row]
     assert "all labs run here" in said["doctor"].lower()

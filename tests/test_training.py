@@ -1,9 +1,11 @@
-"""Utilisation, days and energy: the formulas by hand. Papers' numbers are in test_papers_*.py."""
+"""States, utilisation, days and energy: the formulas by hand. Papers' numbers: test_papers_*.py."""
 
 import pytest
 
 import paralab as pl
-from paralab.theory import needs, training
+from paralab.interpret import quick
+from paralab.theory import flops, needs, training
+from refusals import refuses
 
 MODEL = pl.ModelSpec(layers=3, hidden=8, heads=2, seq_len=5, vocab=7)
 
@@ -15,8 +17,6 @@ def test_flops_of_what_is_recomputed():
     full = needs.step_flops(MODEL, 1, recompute="full")
     assert full == needs.step_flops(MODEL, 1, recompute=True) == 3 * once + blocks
     assert needs.step_flops(MODEL, 2, recompute="selective") == 2 * (3 * once + core)
-    with pytest.raises(ValueError, match="recompute='some'.*'selective'"):
-        needs.step_flops(MODEL, 1, recompute="some")
 
 
 def test_utilisation_is_flops_over_what_all_devices_could_do():
@@ -35,6 +35,7 @@ def test_what_would_my_model_cost():
     assert cost.state_bytes == 18 * MODEL.num_params
     assert cost.saved_bytes == 14 * MODEL.num_params
     assert cost.fewest_devices == -(-18 * MODEL.num_params // 2**14) == 3
+    assert [needs.devices_for(n, 80) for n in (1, 80, 81, 160, 161)] == [1, 1, 2, 2, 3]
     assert cost.flops == pytest.approx(1e9 * per_token)
     assert cost.days == pytest.approx(seconds / 86_400)
     assert cost.device_hours == pytest.approx(4 * seconds / 3600)
@@ -43,19 +44,30 @@ def test_what_would_my_model_cost():
     assert silent.energy is None and silent.state_bytes == 16 * MODEL.num_params
 
 
-def test_days_by_parameters_are_8_t_p_over_n_x():
-    found = training.days_by_parameters(1e6, tokens=1e9, devices=10, flops=1e9)
-    assert found == 8 * 1e9 * 1e6 / 1e10 / 86_400
+@pytest.mark.parametrize("precision, recipe", [("fp32", "fp32"), ("bf16", "zero-fp16")])
+def test_the_states_of_a_program_are_the_recipes(precision, recipe):
+    for model in (MODEL, MODEL.replace(tied=False)):
+        program = quick.program_of(model, pl.Plan(precision=precision), "adamw", 0)
+        held, states = quick.states(program, 0), needs.model_states(model, recipe)
+        counts = 4 * len(model.parameter_shapes())  # AdamW's count of steps, per tensor
+        optimizer = states["moments"] + states.get("master", 0) + counts
+        assert held == {"parameters": states["parameters"], "gradients": states["gradients"],
+                        "optimizer": optimizer}  # fmt: skip
 
 
-@pytest.mark.parametrize("field, call", [
-    ("seconds", lambda: training.utilisation(MODEL, 1, seconds=0, devices=1, peak=1.0)),
-    ("peak", lambda: training.utilisation(MODEL, 1, seconds=1, devices=1, peak=-1.0)),
-    ("devices", lambda: training.utilisation(MODEL, 1, seconds=1, devices=0, peak=1.0)),
-    ("tokens", lambda: training.days_by_parameters(1, tokens=0, devices=1, flops=1.0)),
-    ("watts", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1.0, watts=0)),
-    ("recipe", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1, recipe="x")),
-])  # fmt: skip
-def test_what_cannot_be_is_refused(field, call):
-    with pytest.raises(ValueError, match=f"{field}="):
-        call()
+def test_what_cannot_be_is_refused():
+    cost, share = training.training_cost, training.utilisation
+    for words, call, *given in [
+        ("seconds=", share, MODEL, 1, dict(seconds=0, devices=1, peak=1.0)),
+        ("peak=", share, MODEL, 1, dict(seconds=1, devices=1, peak=-1.0)),
+        ("devices=", share, MODEL, 1, dict(seconds=1, devices=0, peak=1.0)),
+        ("tokens=", training.days_by_parameters, 1, dict(tokens=0, devices=1, flops=1.0)),
+        ("watts=", cost, MODEL, dict(tokens=1, devices=1, flops=1.0, watts=0)),
+        ("recipe='x'.*'zero-fp16'", cost, MODEL, dict(tokens=1, devices=1, flops=1, recipe="x")),
+        ("recompute='some'.*'selective'", needs.step_flops, MODEL, 1, dict(recompute="some")),
+        ("model='gpt3-175b': not a model; legal: ", needs.step_flops, "gpt3-175b", 1, {}),
+        ("model='gpt3-175b': not a model; legal: ", flops.head_flops, "gpt3-175b", 1, {}),
+        ("model='gpt3-175b': not a model; legal: ", needs.model_states, "gpt3-175b", {}),
+        ("batch=-4", flops.forward_flops, MODEL, -4, {}),
+    ]:
+        refuses(words, call, *given[:-1], **given[-1])
