@@ -5,6 +5,7 @@ test_interpret_memory.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -25,6 +26,7 @@ from paralab.interpret.run import Env
 from paralab.model import draws
 from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
+from refusals import refuses
 
 # Largest difference to the formula in float64, relative to the largest entry.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 0.03}
@@ -82,7 +84,19 @@ class Turn(Squash):
         return (torch.complex(x, super().forward(x)) * torch.view_as_complex(self.turns)).real
 
 
-OWN = {"own": Own, "own, saves its result": Squash}
+class Sharing(Squash):
+    """A part with two names, and a weight of it in another part."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.again, self.other = self.mix, nn.Linear(spec.hidden, spec.hidden)
+        self.other.weight = self.mix.weight
+
+    def forward(self, x):
+        return x + self.again(F.gelu(self.mix(self.other(x))))
+
+
+OWN = {"own": Own, "own, saves its result": Squash, "own, shares a part": Sharing}
 
 
 def made(setting: str, dtype: torch.dtype):
@@ -121,7 +135,6 @@ class Case:
         kind = type(op).__name__
         self.targets = torch.randint(spec.vocab, (12,), generator=self.draw)
         env.targets = self.targets.clone()
-        width = op.out // (12 if kind != "Positions" or not plan.sequence_parallel else 6)
         tokens = 6 if plan.sequence_parallel and kind in ("Positions", "Norm", "Add") else 12
         if kind == "Tokens":
             self.state = (torch.randint(spec.vocab, (2, 6), generator=self.draw),)
@@ -136,9 +149,9 @@ class Case:
         elif kind == "Collective":
             self.state = self.branch(self.random((12, spec.hidden)))
         else:
-            width = op.out // tokens
-            x = self.random((tokens, width))
-            self.state = (x, self.random((tokens, width))) if kind == "Add" else (x,)
+            shape = (tokens, op.out // tokens)
+            x = self.random(shape)
+            self.state = (x, self.random(shape)) if kind == "Add" else (x,)
             if kind == "Gelu":
                 self.state = self.branch(x)
         env.regathered = self.state[-1].clone()  # for layers that do not keep it
@@ -324,28 +337,15 @@ def test_result_and_gradients_are_those_of_autograd_on_the_formula(setting, numb
     once = into.flat.clone()
     case.backward(case.forward()[1], grads, into)  # the next micro-batch: they add up
     torch.testing.assert_close(into.flat, once * 2, rtol=2 * TOLERANCE[dtype], atol=1e-30)
-
-
-@pytest.mark.parametrize(("setting", "number"), CASES)
-def test_a_forward_that_keeps_nothing_returns_the_same_bits(setting, number):
-    case = Case(setting, number, torch.float32)
-    expected, _ = case.forward()
-    case.env.keeping = False
-    found, _ = case.forward()
-    assert all(map(torch.equal, found, expected))
-
-
-def tensors(kept):
-    if isinstance(kept, torch.Tensor):
-        yield kept
-    elif isinstance(kept, (tuple, list)):
-        for more in kept:
-            yield from tensors(more)
+    case.env.keeping = False  # as in a pass that is made again: the same bits
+    assert all(map(torch.equal, case.forward()[0], result))
 
 
 def storages(kept) -> set[int]:
     """The addresses of the storages of all tensors in it."""
-    return {t.untyped_storage()._cdata for t in tensors(kept)}
+    if isinstance(kept, torch.Tensor):
+        return {kept.untyped_storage()._cdata}
+    return set().union(*map(storages, kept)) if isinstance(kept, (tuple, list)) else set()
 
 
 def moved(weights, begin: int):
@@ -406,45 +406,30 @@ def test_a_module_sees_weights_as_complex_numbers_wherever_they_begin(block, kee
     assert all(map(torch.equal, *found))
 
 
-class Changing(nn.Module):
-    def __init__(self, spec: pl.ModelSpec) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(spec.seq_len)
-
-    def forward(self, x):
-        return self.norm(x)
+def keeps(self, x):
+    self.last = torch.tanh(self.mix(x))
+    return self.last
 
 
-class Branching(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
+def adds_in_place(self, x):
+    y = torch.sigmoid(self.mix(x))  # whose backward needs its result
+    y += x
+    return y
 
 
-class Keeping(Own):
-    def forward(self, x):
-        self.last = super().forward(x)
-        return self.last
+def replaces(self, x):
+    self.weights = 0.9 * self.weights
+    return Own.forward(self, x)
 
 
-class InPlace(Squash):
-    def forward(self, x):
-        y = torch.sigmoid(self.mix(x))  # whose backward needs its result
-        y += x
-        return y
+def counts(self, x):
+    self.calls += 1
+    return Squash.forward(self, x) * min(1.0, self.calls / 10)
 
 
-class Replacing(Own):
-    def forward(self, x):
-        self.weights = 0.9 * self.weights
-        return super().forward(x)
-
-
-class Counting(Squash):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * min(1.0, self.calls / 10)
+def recomputes(self, x):
+    once = functools.partial(Squash.forward, self)
+    return torch.utils.checkpoint.checkpoint(once, x, use_reentrant=False)
 
 
 class Collecting(Squash):
@@ -457,14 +442,9 @@ class Collecting(Squash):
         return super().forward(x)
 
 
-class Dropping(Squash):
-    def forward(self, x):
-        return x if random.random() < 0.5 else super().forward(x)
-
-
-class Shaking(Squash):
-    def forward(self, x):
-        return super().forward(x) * np.random.rand()
+def computing(forward, base=Squash, **more):
+    """What makes a block with this forward."""
+    return lambda spec: type("Mine", (base,), {"forward": forward, **more})(spec)
 
 
 class Noting(Own):
@@ -513,34 +493,8 @@ class Multiplying(Squash):
         return self.function.apply(x, self.mix.weight)
 
 
-class Sharing(Squash):
-    """A part with two names, and a weight of it in another part."""
-
-    def __init__(self, spec: pl.ModelSpec) -> None:
-        super().__init__(spec)
-        self.again, self.other = self.mix, nn.Linear(spec.hidden, spec.hidden)
-        self.other.weight = self.mix.weight
-
-    def forward(self, x):
-        return x + self.again(F.gelu(self.mix(self.other(x))))
-
-
-class Recomputing(Own):
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-
-def frozen(spec: pl.ModelSpec) -> nn.Module:
-    return nn.Linear(spec.hidden, spec.hidden).requires_grad_(False)
-
-
-class Complex(nn.Module):
-    def __init__(self, spec: pl.ModelSpec) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.ones(spec.hidden, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (x * self.turn).real
+def linear(spec, **how):
+    return nn.Linear(spec.hidden, spec.hidden, **how)
 
 
 TURNS = itertools.cycle((Own, Squash))
@@ -550,50 +504,36 @@ REFUSED = {
     "it cannot be made": (nn.Linear, "out_features"),
     "it makes no module": (lambda spec: 3, "returned 3"),
     "its result has another shape": (lambda spec: nn.Linear(spec.hidden, 3), r"\(2, 6, 3\)"),
-    "its forward depends on values": (lambda spec: Branching(), "without values"),
-    "its forward changes a buffer": (Changing, "changes a buffer"),
-    "its forward replaces a buffer": (Replacing, "changes a buffer"),
-    "its forward counts": (Counting, "changes calls"),
-    "its forward collects": (Collecting, "changes mix.seen"),
-    "its forward draws with Python": (Dropping, "draws with random, "),
-    "its forward draws with NumPy": (Shaking, "draws with numpy.random"),
-    "its forward keeps a tensor": (Keeping, "its attribute last is a tensor"),
-    "its forward changes what backward needs": (
-        InPlace,
-        r"in place a tensor of shape \(2, 6, 12\)",
-    ),
+    "it depends on values": (computing(lambda self, x: x * bool(x.sum() > 0)), "without values"),
+    "it changes a buffer": (lambda spec: nn.BatchNorm1d(spec.seq_len), "changes a buffer"),
+    "it replaces a buffer": (computing(replaces, Own), "changes a buffer"),
+    "it counts": (computing(counts, calls=0), "changes calls"),
+    "it collects": (Collecting, "changes mix.seen"),
+    "it draws with Python": (computing(lambda self, x: x * random.random()), "with random, "),
+    "it draws with NumPy": (computing(lambda self, x: x * np.random.rand()), "numpy.random"),
+    "it keeps a tensor": (computing(keeps), "its attribute last is a tensor"),
+    "it changes what backward needs": (computing(adds_in_place), r"in place .* \(2, 6, 12\)"),
     "its function keeps a weight itself": (
         lambda spec: type("Kept", (Multiplying,), {"function": Attribute})(spec),
         r"ctx.save_for_backward\(",
     ),
-    "it recomputes itself": (Recomputing, "recomputes nothing itself"),
-    "it is another one each time": (
-        lambda spec: next(TURNS)(spec),
-        r"the first time, and (.|\n)* the second",
-    ),
+    "it recomputes itself": (computing(recomputes), "recomputes nothing itself"),
+    "it is another one each time": (lambda spec: next(TURNS)(spec), r"first time, (.|\n)* second"),
     "it has a lazy layer": (lambda spec: nn.LazyLinear(spec.hidden), "'weight' has no shape"),
-    "a parameter is not trained": (frozen, "'weight' requires no gradient"),
-    "a parameter is complex": (Complex, "'turn' is torch.complex64"),
+    "a parameter is not trained": (
+        lambda spec: linear(spec).requires_grad_(False), "'weight' requires no gradient",
+    ),
+    "a parameter is complex": (
+        lambda spec: linear(spec, dtype=torch.complex64), "'weight' is torch.complex64",
+    ),
     "its name alone was saved": ("own: Mine", "only the name"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_block_that_cannot_be_trained_is_refused(why):
     block, said = REFUSED[why]
-    with pytest.raises(ValueError, match=f"block=(.|\n)*{said}"):
-        pl.Plan().validate(SPEC.replace(block=block))
-
-
-def test_a_part_with_two_names_and_a_weight_of_another_computes_the_same_at_every_call(monkeypatch):
-    monkeypatch.setitem(OWN, "sharing", Sharing)
-    case = Case("sharing", 2, torch.float64)
-    first, once = case.forward()
-    second, again = case.forward()
-    assert torch.equal(first[0], second[0])
-    grads = case.upstream(first)
-    found = [case.backward(kept, grads, case.flat())[0] for kept in (once, again)]
-    assert torch.equal(*found)
+    refuses(f"block=(.|\n)*{said}", lambda: pl.Plan().validate(SPEC.replace(block=block)))
 
 
 @pytest.mark.parametrize("block", [Multiplying, Noting])
@@ -601,10 +541,10 @@ def test_a_block_may_save_a_weight_in_its_function_and_note_what_never_changes(b
     pl.Plan().validate(SPEC.replace(block=block))
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"recompute": "selective"}], ids=str)
-def test_a_block_of_ones_own_is_refused_where_its_inside_would_have_to_be_known(plan):
-    with pytest.raises(ValueError, match=f"{next(iter(plan))}=.*of your own"):
-        pl.Plan(**plan).validate(SPEC.replace(block=Own))
+def test_a_block_of_ones_own_is_refused_where_its_inside_would_have_to_be_known():
+    for plan in ({"tp": 2}, {"recompute": "selective"}):
+        words = f"{next(iter(plan))}=.*of your own"
+        refuses(words, pl.Plan(**plan).validate, SPEC.replace(block=Own))
 
 
 def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
@@ -614,38 +554,28 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
     assert spec.num_params == sum(map(math.prod, shapes.values()))
     again = pl.ModelSpec.from_dict(spec.to_dict())
     assert again.block == "own: Own" and again != spec
-    with pytest.raises(ValueError, match="only the name"):
-        again.parameter_shapes()
-    with pytest.raises(ValueError, match="only the name.*; legal: "):
-        pl.reference.GPT(again)
+    for asked in (again.parameter_shapes, lambda: pl.reference.GPT(again)):
+        refuses("only the name.*; legal: ", asked)
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was(bare):
+def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was():
     width = 2
 
     class Wide(nn.Module):
         def __init__(self, spec):
             super().__init__()
-            size = width * spec.hidden, spec.hidden
-            if bare:  # of which the text of a module says nothing
-                self.weight = nn.Parameter(torch.zeros(size))
-            else:
-                self.up = nn.Linear(*size[::-1])
+            # Of which the text of a module says nothing.
+            self.weight = nn.Parameter(torch.zeros(width * spec.hidden, spec.hidden))
 
         def forward(self, x):
-            weight = self.weight if bare else self.up.weight
-            return x + F.linear(F.relu(F.linear(x, weight)), weight.t())
+            return x + F.linear(F.relu(F.linear(x, self.weight)), self.weight.t())
 
     spec, plan = SPEC.replace(block=Wide), pl.Plan()
     plan.validate(spec)
     counted = spec.num_params
     width = 4
     for asked in (lambda: plan.validate(spec), lambda: spec.num_params):
-        with pytest.raises(
-            ValueError, match="(?s)block='own: Wide'.*24.*and now makes .*48.*again"
-        ):
-            asked()
+        refuses("(?s)block='own: Wide'.*24.*and now makes .*48.*again", asked)
     width = 2
     plan.validate(spec)
     assert spec.num_params == counted
@@ -667,7 +597,6 @@ def test_a_module_on_fake_tensors_computes_what_the_standard_ops_say():
     mine = compiled(SPEC.replace(block=Mlp), pl.Plan()).model.ops
     theirs = [op for op in ops if op.name.endswith((".mlp.up", ".mlp.down"))]
     (own,) = [op for op in mine if type(op).__name__ == "Custom"]
-    for half in ("forward", "both"):
-        pick = slice(0, 1) if half == "forward" else slice(1, 3)
+    for pick in (slice(0, 1), slice(1, 3)):  # forward, and both halves of backward
         expected = np.sum([w.products for op in theirs for w in op.work[pick]], axis=0)
         assert np.sum([w.products for w in own.work[pick]], axis=0) == pytest.approx(expected)
