@@ -1,6 +1,8 @@
-"""Every op, by itself: its forward and its hand-written gradients are those of autograd on its
-formula. What it says that it keeps and defers is held against the ledger in
-test_interpret_memory.py.
+"""A block of one's own as an op: its results, its gradients, and what a block cannot be.
+
+The gradients that are written by hand are held against autograd in whole trainings: in
+test_programs_equal.py and, next to all other settings, in test_composed.py. What an op keeps and
+defers is held against the ledger in test_interpret_memory.py.
 """
 
 from __future__ import annotations
@@ -28,22 +30,10 @@ from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
 from refusals import refuses
 
-# Largest difference to the formula in float64, relative to the largest entry.
+# Largest difference to the block's own forward, relative to the largest entry.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 0.03}
 NAMES = {torch.float64: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16"}
 SPEC = pl.ModelSpec(layers=1, hidden=12, heads=2, seq_len=6, vocab=10)
-SHARE = 0.25  # what a micro-batch's loss counts
-
-SETTINGS = {  # (changes of SPEC, a plan, the rank's index in its tp group)
-    "plain": ({}, {}, 0),
-    "untied": ({"tied": False}, {}, 0),
-    "dropout": ({"dropout": 0.3}, {}, 0),
-    "fused": ({"attention": "sdpa"}, {}, 0),
-    "fused, dropout": ({"attention": "sdpa", "dropout": 0.3}, {}, 0),
-    "tp": ({}, {"tp": 2}, 1),
-    "tp, dropout": ({"dropout": 0.3}, {"tp": 2}, 0),
-    "sequence parallel": ({"dropout": 0.3}, {"tp": 2, "sequence_parallel": True}, 1),
-}
 
 
 class Own(nn.Module):
@@ -96,212 +86,61 @@ class Sharing(Squash):
         return x + self.again(F.gelu(self.mix(self.other(x))))
 
 
-OWN = {"own": Own, "own, saves its result": Squash, "own, shares a part": Sharing}
-
-
-def made(setting: str, dtype: torch.dtype):
-    """(ops, env, program) of a setting."""
-    changes, plan, tp = SETTINGS.get(setting) or ({"block": OWN[setting]}, {}, 0)
-    spec = SPEC.replace(**changes)
-    program = compiled(spec, pl.Plan(precision=NAMES[dtype], **plan))
-    recorder = Recorder(rank=0, world_size=1)
-    env = Env(SimpleNamespace(program=program, recorder=recorder, seed=3, device="cpu", tp=tp), {})
-    env.step, env.sample, env.share, env.dtype = 2, 5, SHARE, dtype
-    env.future_mask = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
-    return program.model.ops, env, program
-
-
-CASES = [
-    pytest.param(setting, number, id=f"{setting}-{type(op).__name__}-{op.name}")
-    for setting in SETTINGS
-    for number, op in enumerate(made(setting, torch.float32)[0])
-]
-# Behind the embedding's two. To compile a block of one's own takes seconds: not while collecting.
-CASES += [pytest.param(setting, 2, id=f"{setting}-Custom-blocks.0") for setting in OWN]
+OWN = (Own, Squash, Sharing)
 
 
 class Case:
-    """One op with random weights, input state and gradient of its result."""
+    """The op of a block with random weights, input and gradient of its result."""
 
-    def __init__(self, setting: str, number: int, dtype: torch.dtype) -> None:
-        ops, self.env, self.program = made(setting, dtype)
-        self.op, self.dtype = ops[number], dtype
-        self.draw = torch.Generator().manual_seed(number)
-        env, op, spec, plan = self.env, self.op, self.program.spec, self.program.plan
+    def __init__(self, block: type[nn.Module], dtype: torch.dtype) -> None:
+        self.program = compiled(SPEC.replace(block=block), pl.Plan(precision=NAMES[dtype]))
+        self.block, self.dtype, recorder = block, dtype, Recorder(rank=0, world_size=1)
+        given = SimpleNamespace(program=self.program, recorder=recorder, seed=3, device="cpu", tp=0)
+        self.env = Env(given, {})
+        self.env.step, self.env.sample, self.env.dtype = 2, 5, dtype
+        self.op = self.program.model.ops[2]  # behind the embedding's two
+        self.draw = torch.Generator().manual_seed(0)
+        self.names = {local: f"{self.op.name}.{local}" for local in self.op.params}
         shapes = self.program.model.shapes
-        self.names = {local: f"{op.name}.{local}" for local in op.params}
-        self.names |= {**op.borrows, **op.reads}
         self.weights = {local: self.random(shapes[name]) for local, name in self.names.items()}
-        kind = type(op).__name__
-        self.targets = torch.randint(spec.vocab, (12,), generator=self.draw)
-        env.targets = self.targets.clone()
-        tokens = 6 if plan.sequence_parallel and kind in ("Positions", "Norm", "Add") else 12
-        if kind == "Tokens":
-            self.state = (torch.randint(spec.vocab, (2, 6), generator=self.draw),)
-        elif kind == "Linear":
-            self.state = self.branch(self.random((12, self.weights["weight"].shape[1])))
-        elif "Attention" in kind:
-            self.state = self.branch(self.random((12, 3 * op.heads * op.width)))
-        elif kind == "Loss":
-            self.logits = self.random((12, spec.vocab), 3.0)
-            size = spec.vocab // plan.tp
-            self.state = (self.logits[:, env.first_logit :][:, :size].contiguous(),)
-        elif kind == "Collective":
-            self.state = self.branch(self.random((12, spec.hidden)))
-        else:
-            shape = (tokens, op.out // tokens)
-            x = self.random(shape)
-            self.state = (x, self.random(shape)) if kind == "Add" else (x,)
-            if kind == "Gelu":
-                self.state = self.branch(x)
-        env.regathered = self.state[-1].clone()  # for layers that do not keep it
-        env.call = self.gathered
+        self.x, self.upstream = self.random((12, 12)), self.random((12, 12))
 
-    def random(self, shape, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=self.draw) * scale).to(self.dtype)
-
-    def branch(self, x):
-        """The state inside a branch: the residual stream, which the op has to leave alone."""
-        return self.random((2, 12)), x
-
-    def gathered(self, op, method, number, every, own) -> None:
-        """The loss's message: what each rank knows of its part of the vocabulary."""
-        parts = self.logits.to(own.dtype).chunk(op.parts, 1)
-        size = parts[0].shape[1]
-        for rank, part in enumerate(parts):
-            mine = self.targets - rank * size
-            here = (mine >= 0) & (mine < size)
-            found = part.gather(1, mine.clamp(0, size - 1)[:, None])[:, 0].masked_fill(~here, 0)
-            every[rank] = torch.stack([part.logsumexp(1), found])
-        assert torch.equal(every[self.env.first_logit // size], own)
+    def random(self, shape) -> torch.Tensor:
+        return torch.randn(shape, generator=self.draw).to(self.dtype)
 
     def forward(self):
-        """(result, kept); the op gets copies, so that it may write into what it is given."""
-        given = tuple(t.clone() for t in self.state)
+        """(result, kept); the op gets a copy, so that it may write into what it is given."""
         with torch.no_grad():
-            return self.op.forward(self.weights, given, self.env)
+            (result,), kept = self.op.forward(self.weights, (self.x.clone(),), self.env)
+        return result, kept
 
     def flat(self) -> Flat:
         """A new gradient of everything that the op adds to."""
-        names = [self.names[local] for local in (*self.op.params, *self.op.borrows)]
-        shapes = self.program.model.shapes
-        size = sum(math.prod(shapes[name]) for name in names)
-        unit = Unit(names=tuple(names), numel=size)
-        flat = torch.full((size,), math.nan, dtype=self.dtype)
+        numels = [weight.numel() for weight in self.weights.values()]
+        unit = Unit(names=tuple(self.names.values()), numel=sum(numels))
+        flat = torch.full((unit.numel,), math.nan, dtype=self.dtype)
         return Flat(unit, flat, self.program.model)
 
-    def upstream(self, result):
-        """A random gradient of every entry of the result; the loss has none."""
-        if type(self.op).__name__ == "Loss":
-            return ()
-        return tuple(self.random(t.shape) for t in result)
-
-    def backward(self, kept, grads, into: Flat):
+    def backward(self, kept, into: Flat) -> torch.Tensor:
         """The gradient of the input; the parameters' is added to ``into``."""
         with torch.no_grad():
-            found, deferred = self.op.input_grad(
-                self.weights, kept, tuple(g.clone() for g in grads), self.env
-            )
+            given = self.weights, kept, (self.upstream.clone(),), self.env
+            (found,), deferred = self.op.input_grad(*given)
             if deferred is not None:
                 self.op.weight_grad(deferred, Into(self.names, [into]), self.env)
         return found
 
-    # ---- the same by autograd -------------------------------------------------------------------
-    def by_autograd(self, grads, dtype):
-        """(result, gradients of the state's entries, {local: gradient of a parameter})."""
-        weights = {k: w.to(dtype, copy=True).requires_grad_() for k, w in self.weights.items()}
-        floats = [t.is_floating_point() for t in self.state]
-        state = tuple(
-            t.to(dtype, copy=True).requires_grad_() if f else t
-            for t, f in zip(self.state, floats, strict=True)
-        )
-        result = getattr(self, type(self.op).__name__)(weights, state)
-        if grads:
-            total = sum((r * g.to(dtype)).sum() for r, g in zip(result, grads, strict=True))
-        else:
-            total = result[0] * SHARE
-        leaves = [t for t, f in zip(state, floats, strict=True) if f] + list(weights.values())
-        found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        entries = sum(floats)
-        owned = dict(zip(weights, found[entries:], strict=True))
-        return result, found[:entries], {k: g for k, g in owned.items() if k not in self.op.reads}
-
-    def drop(self, x, what: str):
-        if not self.op.p:
-            return x
-        return x * self.env.mask(self.op.name, self.op.p, what) / (1 - self.op.p)
-
-    def Tokens(self, weights, state):
-        weight, first = weights["token.weight"], self.env.first_token
-        tokens = state[0].flatten() - first
-        here = (tokens >= 0) & (tokens < len(weight))
-        return (F.embedding(tokens.clamp(0, len(weight) - 1), weight) * here[:, None],)
-
-    def Positions(self, weights, state):
-        (x,) = state
-        y = x.view(2, -1, x.shape[1]) + weights["position.weight"]
-        return (self.drop(y.view(x.shape), "residual"),)
-
-    def Norm(self, weights, state):
-        (x,) = state
-        y = F.layer_norm(x, x.shape[1:], weights["weight"], weights["bias"], 1e-5)
-        return (x, y) if self.op.forks else (y,)
-
-    def Linear(self, weights, state):
-        y = state[-1] @ weights["weight"].t()
-        if "bias" in weights:  # a late one has its gradient here, and its value elsewhere
-            late = weights["bias"] - weights["bias"].detach()
-            y = y + (late if self.op.late_bias else weights["bias"])
-        return (*state[:-1], y)
-
-    def Attention(self, weights, state):
-        q, k, v = state[-1].view(2, 6, 3, self.op.heads, -1).permute(2, 0, 3, 1, 4)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.op.width)
-        future = torch.ones(6, 6, dtype=torch.bool).triu(1)
-        p = self.drop(scores.masked_fill(future, -math.inf).softmax(-1), "scores")
-        return state[0], (p @ v).transpose(1, 2).reshape(12, -1)
-
-    def FusedAttention(self, weights, state):
-        if not self.op.p:
-            return self.Attention(weights, state)
-        q, k, v = state[-1].view(2, 6, 3, self.op.heads, -1).permute(2, 0, 3, 1, 4)
-        with self.env.drawing(self.op.name, self.op.p):
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.op.p, is_causal=True)
-        return state[0], y.transpose(1, 2).reshape(12, -1)
-
-    def Gelu(self, weights, state):
-        x = state[-1]
-        y = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        return (*state[:-1], y)
-
-    def Add(self, weights, state):
-        x, h = state
-        if "bias" in weights:
-            h = h + weights["bias"]
-        return (x + self.drop(h, "residual"),)
-
-    def Loss(self, weights, state):
-        whole = self.logits.to(state[0].dtype).clone()
-        first = self.env.first_logit
-        whole[:, first : first + state[0].shape[1]] = state[0]
-        return (F.cross_entropy(whole, self.targets),)
-
-    def Collective(self, weights, state):
-        return state
-
-    def Custom(self, weights, state):
-        block = self.program.spec.block
+    def by_autograd(self):
+        """(result, gradient of the input, those of the parameters)."""
+        x, *weights = (t.clone().requires_grad_() for t in (self.x, *self.weights.values()))
         with draws.drawing(draws.name_seed(self.env.seed, self.op.name)):
-            module = block(self.program.spec).to(state[0].dtype)
-        shaped = state[0].view(2, 6, -1)
+            module = self.block(self.program.spec).to(self.dtype)
+        named = dict(zip(self.weights, weights, strict=True))
         with draws.drawing(draws.mask_seed(3, 2, 5, self.op.name)):
-            y = torch.func.functional_call(module, weights, (shaped,))
-        return (y.view(state[0].shape),)
-
-
-def draws_by_type(op) -> bool:
-    """Whether torch draws other masks in another precision: then the formula has to be in it."""
-    return type(op).__name__ == "Custom" or type(op).__name__ == "FusedAttention" and op.p > 0
+            y = torch.func.functional_call(module, named, (x.view(2, 6, 12),)).view(12, 12)
+        total = (y * self.upstream).sum()
+        found = torch.autograd.grad(total, [x, *weights], allow_unused=True, materialize_grads=True)
+        return y, found[0], dict(zip(named, found[1:], strict=True))
 
 
 def close(found, expected, tolerance: float, what: str) -> None:
@@ -313,32 +152,25 @@ def close(found, expected, tolerance: float, what: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize(("setting", "number"), CASES)
-def test_result_and_gradients_are_those_of_autograd_on_the_formula(setting, number, dtype):
-    case = Case(setting, number, dtype)
+@pytest.mark.parametrize("block", OWN)
+def test_result_and_gradients_are_those_of_autograd(block, dtype):
+    case = Case(block, dtype)
     result, kept = case.forward()
-    grads = case.upstream(result)
-    exact = dtype if draws_by_type(case.op) else torch.float64
-    expected, of_state, of_weights = case.by_autograd(grads, exact)
-    loss = type(case.op).__name__ == "Loss"  # in fp32 whatever the precision
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[torch.float32] * loss)
-    for at, (a, b) in enumerate(zip(result, expected, strict=True)):
-        close(a, b, tolerance, f"result {at}")
-        assert a.dtype == (torch.float32 if loss else dtype)
+    expected, of_x, of_weights = case.by_autograd()
     into = case.flat()
-    entries = case.backward(kept, grads, into)
-    assert len(entries) == len(of_state)
-    for at, (a, b) in enumerate(zip(entries, of_state, strict=True)):
-        close(a, b, tolerance, f"gradient of entry {at}")
-        assert a.dtype == dtype
+    found = case.backward(kept, into)
+    assert result.dtype == found.dtype == dtype
+    close(result, expected, TOLERANCE[dtype], "result")
+    close(found, of_x, TOLERANCE[dtype], "gradient of the input")
     assert not into.fresh  # every one was written
-    for local, b in of_weights.items():
-        close(into.views[case.names[local]], b, tolerance, f"gradient of {local}")
+    for local, gradient in of_weights.items():
+        view = into.views[case.names[local]]
+        close(view, gradient, TOLERANCE[dtype], f"gradient of {local}")
     once = into.flat.clone()
-    case.backward(case.forward()[1], grads, into)  # the next micro-batch: they add up
+    case.backward(case.forward()[1], into)  # the next micro-batch: they add up
     torch.testing.assert_close(into.flat, once * 2, rtol=2 * TOLERANCE[dtype], atol=1e-30)
     case.env.keeping = False  # as in a pass that is made again: the same bits
-    assert all(map(torch.equal, case.forward()[0], result))
+    assert torch.equal(case.forward()[0], result)
 
 
 def storages(kept) -> set[int]:
@@ -356,25 +188,22 @@ def moved(weights, begin: int):
     return copies
 
 
-@pytest.mark.parametrize("setting", ["own", "own, complex"])
+@pytest.mark.parametrize("block", [Own, Turn])
 @pytest.mark.parametrize("begin", [0, 1])
-def test_what_a_module_saves_of_its_weights_is_their_place(setting, begin, monkeypatch):
+def test_what_a_module_saves_of_its_weights_is_their_place(block, begin):
     """So a unit that ZeRO-3 gathered for forward can go, and backward computes with another one,
     wherever that begins.
     """
-    monkeypatch.setitem(OWN, "own, complex", Turn)  # which there is not in 16 bits
-    case = Case(setting, 2, torch.float64)
+    case = Case(block, torch.float64)
     kept = case.forward()[1]
     assert not storages(list(case.weights.values())) & storages(kept)
     once, again = case.flat(), case.flat()
-    grads = case.upstream(case.forward()[0])
-    expected = case.backward(case.forward()[1], grads, once)
+    expected = case.backward(case.forward()[1], once)
     before, case.weights = case.weights, moved(case.weights, begin)
     gone = [weakref.ref(w.untyped_storage()) for w in before.values()]
     before.clear()
     assert not any(storage() for storage in gone)
-    found = case.backward(kept, grads, again)
-    assert torch.equal(found[0], expected[0]) and torch.equal(again.flat, once.flat)
+    assert torch.equal(case.backward(kept, again), expected) and torch.equal(again.flat, once.flat)
 
 
 class Retyped(Squash):
@@ -390,19 +219,18 @@ class Retyped(Squash):
 
 @pytest.mark.parametrize("block", [Turn, Retyped])
 @pytest.mark.parametrize("keeping", [True, False])
-def test_a_module_sees_weights_as_complex_numbers_wherever_they_begin(block, keeping, monkeypatch):
+def test_a_module_sees_weights_as_complex_numbers_wherever_they_begin(block, keeping):
     """In a unit's flat buffer: behind an odd count of numbers torch gives no such view."""
-    monkeypatch.setitem(OWN, "own, complex", block)
     found = []
     for begin in (0, 1):
-        case = Case("own, complex", 2, torch.float64)
+        case = Case(block, torch.float64)
         case.weights = moved(case.weights, begin)
         case.env.keeping = keeping
         out, kept = case.forward()
-        found.append([out[0]])
+        found.append([out])
         if keeping:
             into = case.flat()
-            found[-1] += [*case.backward(kept, case.upstream(out), into), into.flat]
+            found[-1] += [case.backward(kept, into), into.flat]
     assert all(map(torch.equal, *found))
 
 
