@@ -194,12 +194,8 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
     refuses(r"rank=2.*0 to 1", pl.reference.batches, SPEC, step=0, rank=2, ranks=2)
     refuses("optimizer='adam'", pl.reference.optimizer, [], "adam")
     refuses("precision='fp8'", pl.reference.train, SPEC, precision="fp8")
-    for name, value in (
-        ("steps", "4"),
-        ("microbatches", 0),
-        ("microbatch_size", 2.0),
-        ("seed", -1),
-    ):
+    wrong = {"steps": "4", "microbatches": 0, "microbatch_size": 2.0, "seed": -1}
+    for name, value in wrong.items():
         refuses(f"{name}={value!r}.*; legal: ", pl.reference.train, SPEC, **{name: value})
     refuses("lr='fast': not a number", pl.reference.train, SPEC, lr="fast")
     refuses("data='nowhere': there is no such file", pl.reference.train, SPEC, data="nowhere")
