@@ -151,11 +151,9 @@ def out_of_order(context, case: str) -> None:
     }[case][rank]()  # fmt: skip
 
 
-WRONG_ORDERS = ["both send first", "sizes differ", "widths differ", "tags would match",
-                "another size", "another collective", "another root"]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG_ORDERS)
+@pytest.mark.parametrize("case", ["both send first", "sizes differ", "widths differ",
+                                  "tags would match", "another size", "another collective",
+                                  "another root"])  # fmt: skip
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*call #0") as caught:
         launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)

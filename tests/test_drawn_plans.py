@@ -27,13 +27,16 @@ from paralab.programs.compile import compiled
 from paralab.programs.program import Program
 from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory import tensor
-from paralab.theory.traffic import BOOKKEEPING, wire_bytes
+from paralab.theory.traffic import BOOKKEEPING
 from paralab.theory.zero import volume
 from stated import TIERS
 
 KINDS = (pl.Plan, pl.ModelSpec, pl.spec.tiers.Offload)
 FIELDS = [field.name for kind in KINDS for field in dataclasses.fields(kind)]
-JUNK = st.sampled_from([None, True, -3, 0, 10**12, 0.5, math.nan, "", "zero", [1, 2], {"a": 1}])
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=6),
+    st.lists(st.integers(0, 3), max_size=2), st.just({"a": 1}),
+)  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 CALM = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -138,8 +141,6 @@ def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
     check_messages(program, calls)
     if plan.zero_stage:
         check_zero(program, calls)
-    elif plan.dp > 1:
-        check_gradient_sync(program, calls)
     check_tensor(model, plan, calls)
 
 
@@ -157,7 +158,8 @@ def check_messages(program: Program, calls) -> None:
         assert total(calls, phase="tied") == 2 * program.item_of("grad") * words * alike
     message = item * math.prod(box_shape(activation_box(program.spec, plan, "residual", 0)))
     times = 2 * plan.microbatches * (plan.stages - 1) * alike
-    assert total(calls, op="send") == times * message
+    parts = plan.tp if plan.partition_messages else 1
+    assert total(calls, op="send") * parts == times * message
 
 
 def check_zero(program: Program, calls) -> None:
@@ -175,21 +177,6 @@ def check_zero(program: Program, calls) -> None:
     times = 1 if stage == 1 else plan.microbatches
     moved = volume(stage, plan.microbatches) * psi + times * (summed - psi)
     assert total(calls, axis="dp") == moved * (n - 1) / n
-
-
-def check_gradient_sync(program: Program, calls) -> None:
-    """An all-reduce of every gradient, and of little padding in buckets."""
-    plan, item = program.plan, program.item_of("grad")
-    for rank in range(plan.world_size):
-        units = program.units[plan.place(rank).pp]
-        numels = {name: n for some in program.model.numels.values() for name, n in some.items()}
-        sizes = [item * sum(numels[name] for name in unit.names) for unit in units]
-        payloads = [item * unit.numel for unit in units]
-        padding = item * plan.dp * (plan.grad_sync != "naive")
-        assert all(0 <= p - s <= max(padding - 1, 0) for p, s in zip(payloads, sizes, strict=True))
-        index = plan.ranks("dp", rank).index(rank)
-        sent = total(calls, rank=rank, phase="grad_sync")
-        assert sent == sum(wire_bytes("all_reduce", size, plan.dp, index) for size in payloads)
 
 
 def check_tensor(model, plan, calls) -> None:
