@@ -141,6 +141,9 @@ def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
     check_messages(program, calls)
     if plan.zero_stage:
         check_zero(program, calls)
+    elif plan.dp > 1:  # an all-reduce of every gradient
+        size = program.item_of("grad") * sum(u.numel for units in program.units for u in units)
+        assert total(calls, phase="grad_sync") == 2 * (plan.dp - 1) * size * plan.tp
     check_tensor(model, plan, calls)
 
 
