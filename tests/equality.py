@@ -6,7 +6,6 @@ the same order. It shares its first weights and its text with the code under tes
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,13 @@ import paralab as pl
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.006}
 
 
-@functools.cache
-def reference(model: pl.ModelSpec, **asked: Any) -> dict[str, Any]:
-    """Last step's gradients, the weights after it and one loss per step, by `pl.reference`; once.
-
-    asked  microbatches, microbatch_size, steps, lr and data, and if they matter precision and
-           clip_norm
-    """
-    return references([{"model": model, **asked}])[0]
-
-
 def references(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several, by the same process one after the other."""
+    """Of each training the last step's gradients, the weights after it and one loss per step, by
+    `pl.reference` in one process.
+
+    asked  model, microbatches, microbatch_size, steps, lr and data, and if they matter precision
+           and clip_norm
+    """
     return pl.launch(_each_trained, ranks=1, args=(asked,))[0]
 
 

@@ -11,8 +11,6 @@ plan with a given pair changes those it names, breadth first. So a pair that bec
 covered from then on; one that never is comes with its refusal.
 
 A setting that does nothing in a plan (``prefetch`` without ZeRO's stage 3) is absent there.
-
-    python tests/pairwise.py    prints the plans, and the pairs that cannot be, with the reasons
 """
 
 from __future__ import annotations
@@ -317,12 +315,3 @@ def _cheapest(values: dict[str, Any], alone: Collection[Pair]) -> dict[str, Any]
     legal = (one for one in cheaper if alone <= set(pairs(one)) and not refusal(one))
     found = next(legal, None)
     return values if found is None else _cheapest(found, alone)
-
-
-if __name__ == "__main__":
-    found = cover()
-    for number, one in enumerate(found.cases):
-        print(f"{number:3}  {one.plan.world_size} ranks  {one.name}")
-    print(f"\n{len(found.impossible)} pairs cannot be:")
-    for ((a, x), (b, y)), why in found.impossible.items():
-        print(f"  {a}={x!r}, {b}={y!r}\n      {why}")

@@ -40,15 +40,13 @@ def test_reading_is_slicing_the_files_joined(tmp_path_factory, pieces, data):
 
 
 def test_samples_depend_on_seed_and_number_alone(text):
+    def batch(index=0, size=8, step=3, seed=5):
+        how = {"step": step, "index": index, "size": size, "seed": seed}
+        return corpus.microbatch(**how, global_batch=8, length=20)
+
     corpus = Corpus(text)
-    batch = corpus.microbatch(step=3, index=0, size=8, global_batch=8, length=20, seed=5)
-    halves = [
-        corpus.microbatch(step=3, index=k, size=4, global_batch=8, length=20, seed=5)
-        for k in (0, 1)
-    ]
-    assert batch == b"".join(halves)
-    assert batch != corpus.microbatch(step=4, index=0, size=8, global_batch=8, length=20, seed=5)
-    assert batch != corpus.microbatch(step=3, index=0, size=8, global_batch=8, length=20, seed=6)
+    assert batch() == batch(0, 4) + batch(1, 4)
+    assert batch() != batch(step=4) and batch() != batch(seed=6)
     # a fixed value: another processor, another Python must draw the same
     assert corpus.sample(0, length=20, seed=0) == b"as leaves a the it ho"
 
@@ -61,34 +59,33 @@ def test_samples_reach_all_of_a_short_text(tmp_path):
 
 
 def test_folders_are_read_in_the_order_of_names_without_hidden_and_binary_files(tmp_path):
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.md").write_text("first ")
-    (tmp_path / ".hidden").write_text("no")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "c.txt").write_text("no")
-    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    held = {"b.txt": b"second", "a/x.md": b"first ", ".hidden": b"no", ".git/c.txt": b"no",
+            "c.bin": b"\0\1\2"}  # fmt: skip
+    for name, data in held.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     corpus = Corpus(tmp_path)
     assert corpus.read(0, corpus.num_bytes) in (b"first second", b"secondfirst ")
     assert corpus.num_bytes == 12
 
 
-@pytest.mark.parametrize("make", ["missing", "empty folder", "empty file", "binary only", "number"])
-def test_what_is_no_text_is_refused_with_the_reason(tmp_path, make):
-    paths = {"missing": tmp_path / "nowhere", "empty file": tmp_path / "e", "number": 7}
-    if make == "empty file":
-        (tmp_path / "e").touch()
-    if make == "binary only":
-        (tmp_path / "b").write_bytes(b"\0")
-    refuses("data=.*legal", Corpus, paths.get(make, tmp_path))
+NO_TEXT = (b"", b"\0", b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50)
+
+
+@pytest.mark.parametrize("held", NO_TEXT)
+def test_what_is_no_text_is_refused_with_the_reason(tmp_path, held):
+    path = tmp_path / "t"
+    for data in (path, tmp_path, 7):  # which is missing, empty, or no path
+        refuses("data=.*legal", Corpus, data)
+    path.write_bytes(held)
+    refuses("data=.*legal", Corpus, tmp_path)
+    refuses("data=.*" + "not text: it contains zero bytes, or is UTF-16" * bool(held), Corpus, path)
 
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(
-        ValueError, match=r"9 bytes are fewer than one sample needs; legal: .* 25 bytes"
-    ):
-        pl.run(model, data=tmp_path / "short.txt")
+    words = "9 bytes are fewer than one sample needs; legal: .* 25 bytes"
+    refuses(words, pl.run, model, data=tmp_path / "short.txt")
 
 
 def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
@@ -97,18 +94,3 @@ def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
     corpus = Corpus(path)
     os.truncate(path, 10)
     refuses("became shorter", corpus.read, 50, 5)
-
-
-def test_the_loss_really_falls_on_the_default_text():
-    model = pl.ModelSpec(layers=2, hidden=64, heads=2, seq_len=32)
-    losses = pl.run(
-        model, pl.Plan(dp=2, microbatch_size=8), steps=40, lr=3e-3, progress=False
-    ).losses
-    assert losses[0] == pytest.approx(5.5, abs=0.2)  # about ln 256: it knows nothing yet
-    assert sum(losses[-5:]) / 5 < 3.6
-
-
-@pytest.mark.parametrize("held", [b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50])
-def test_a_single_file_that_is_no_text_is_refused(tmp_path, held):
-    (tmp_path / "t").write_bytes(held)
-    refuses("^data=.*not text: it contains zero bytes, or is UTF-16", Corpus, tmp_path / "t")

@@ -31,14 +31,12 @@ def as_torch_has_it(context, plan):
 
 
 @pytest.mark.parametrize(
-    ("plan", "mesh"),
+    "plan, mesh",
     [
         (pl.Plan(dp=2, tp=2, pp=2), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        (pl.Plan(dp=3, tp=2), [[0, 1], [2, 3], [4, 5]]),
         (pl.Plan(pp=2, microbatches=2), [0, 1]),
         (pl.Plan(), [0]),
     ],
-    ids=lambda value: value.__class__.__name__ == "Plan" and f"{value.world_size} ranks" or "",
 )
 def test_torch_has_the_same_mesh_over_the_same_groups(plan, mesh):
     found = launch_program(as_torch_has_it, plan.world_size, (plan,), device="cpu")

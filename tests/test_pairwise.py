@@ -1,5 +1,6 @@
 """The list of composed plans is what it says: legal, short, and every pair that can be is in it."""
 
+import itertools
 import random
 
 import pairwise
@@ -24,10 +25,9 @@ def test_the_few_have_every_value():
 
 def test_every_pair_is_in_a_plan_or_on_the_list_of_those_that_cannot_be():
     met = {pair for values in pairwise.chosen() for pair in pairs(values)}
-    for number, (a, some) in enumerate(SETTINGS.items()):
-        for b, others in list(SETTINGS.items())[number + 1 :]:
-            for pair in (((a, x), (b, y)) for x in some for y in others):
-                assert (pair in met) != (pair in cover().impossible), pair
+    for (a, some), (b, others) in itertools.combinations(SETTINGS.items(), 2):
+        for pair in (((a, x), (b, y)) for x in some for y in others):
+            assert (pair in met) != (pair in cover().impossible), pair
     assert all(cover().impossible.values())
 
 

@@ -47,8 +47,3 @@ def test_equal_blocks_are_spread_equally_and_the_rest_goes_to_later_stages():
     assert [len(stage) for stage in partition(model(8), 4)] == [3, 2, 2, 3]
     counts = [sum(n.startswith("blocks") for n in stage) for stage in partition(model(7), 3)]
     assert counts == [2, 3, 2]  # the head sits on the last one
-
-
-def test_a_dear_head_takes_blocks_off_its_stage():
-    stages = partition(model(8, vocab=20_000), 4)
-    assert stages[-1] == ("blocks.7", "head")

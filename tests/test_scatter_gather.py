@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 import paralab as pl
 from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
-from together import Case, Trained
 
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
 T = 2
@@ -25,28 +23,7 @@ PLANS = {
         schedule="interleaved", virtual_stages=2, microbatches=4, recompute="full",
         partition_activations=True,
     ),
-    "one sample, bf16": WHOLE.replace(microbatch_size=1, precision="bf16"),
 }  # fmt: skip
-
-
-CASES = {
-    (name, parts): Case(name, SPEC, plan.replace(partition_messages=parts), ())
-    for name, plan in PLANS.items()
-    for parts in (False, True)
-}
-
-
-@pytest.fixture(scope="module")
-def trained(text) -> Trained:
-    return Trained(CASES.values(), text)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_no_bit_of_the_training_differs(trained, name):
-    whole, parts = (trained[CASES[name, parts]] for parts in (False, True))
-    assert whole.losses == parts.losses
-    for key, value in whole.weights.items():
-        np.testing.assert_array_equal(value, parts.weights[key])
 
 
 @pytest.mark.parametrize("name", PLANS)
