@@ -17,6 +17,7 @@ from paralab.theory.traffic import wire_bytes
 from paralab.view import naming, theme
 from paralab.view.page import page
 from refusals import refuses
+from stated import TIERS
 
 ROWS = ["host to device", "device to host", "host's CPU", "disk read", "disk write"]
 # One step of a rank, seconds: what it does, and what its links do meanwhile.
@@ -116,18 +117,6 @@ def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
     assert amounts.copied(none, "rank").values.tolist() == [[0, 0]] and amounts.copied(none).empty
 
 
-def test_copied_leaves_warm_up_out_and_keeps_halves(one):
-    inward = one.copies["lane"] == "h2d"
-    rows = one.copies.copy()
-    rows.loc[(rows["step"] == 0) & inward, "bytes"] = 7000
-    report = dataclasses.replace(one, copies=rows)
-    assert amounts.copied(report, "link")["bytes"].tolist() == [1000, 500, 3000, 2000]
-    assert amounts.copied(report, "link", warmup=True)["bytes"].tolist() == [3000, 500, 3000, 2000]
-    rows.loc[(rows["step"] == 2) & inward, "bytes"] = 1001
-    halves = amounts.copied(dataclasses.replace(one, copies=rows), "link")["bytes"]
-    assert halves.dtype == "float64" and halves.tolist() == [1000.5, 500, 3000, 2000]
-
-
 def test_copies_are_hidden_by_work_of_any_kind_and_not_by_waiting(two):
     part = metrics.copy_shares(two, 1)
     assert part == pytest.approx({"copies": UNDER_WAY, "hidden": HIDDEN})
@@ -161,7 +150,7 @@ def test_links_stand_below_compute_and_messages_in_words_and_only_where_there_is
 
 def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
     chart = one.timeline(step=1)
-    drawn, said = bars(chart), []
+    drawn = bars(chart)
     assert len(drawn) == len(WORK) + len(COPIES)
     for lane, op, category, size, start, end in COPIES:
         row = {"h2d": ROWS[0], "d2h": ROWS[1]}.get(lane) or f"disk {op}"
@@ -172,7 +161,6 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
         assert box["name"] == f"copying {moved}"
         assert f"{size:,} bytes at {theme.scaled(size / (end - start), 'B/s')}" in box["said"]
         assert "device time" not in box["said"]
-        said.append(box["said"].partition("<br>")[0])
     assert chart.table["bytes"].sum() == sum(copy[3] for copy in COPIES)
     for words in ("parameters, read from disk", "parameters, host to device",
                   "gradients, device to host", "optimizer states, written to disk"):  # fmt: skip
@@ -186,18 +174,10 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
 
 def test_the_hosts_processor_adds_and_updates_on_its_own_row(one):
     mine = [b for b in bars(one.timeline()) if b["row"] == "host's CPU"]
-    assert [(b["name"], round(b["start"], 9)) for b in mine] == [
-        ("optimizer", 0.88), ("adding, rounding", 0.6)
-    ]  # fmt: skip
-    assert mine[0]["colour"] == theme.KIND_COLOUR["optimizer"]
+    assert {b["name"]: pytest.approx(b["start"]) for b in mine} == {
+        "optimizer": 0.88, "adding, rounding": 0.6
+    }  # fmt: skip
     assert all("CPU time" in b["said"] for b in mine)
-
-
-def test_the_legend_has_every_name_once_and_its_entry_hides_all_of_that_name(two):
-    chart = two.timeline()
-    shown = [t.name for t in chart.data if t.showlegend]
-    assert sorted(shown) == sorted({t.name for t in chart.data})
-    assert all(t.legendgroup == t.name for t in chart.data)
 
 
 def test_without_categories_boxes_on_links_are_told_apart_by_their_rows(one):
@@ -205,13 +185,6 @@ def test_without_categories_boxes_on_links_are_told_apart_by_their_rows(one):
     names = [trace.name for trace in outline.timeline().data]
     assert {"copy, h2d", "copy, d2h", "copy, disk", "optimizer, host"} < set(names)
     assert len(set(names)) == len(names)
-
-
-def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
-    states = [t for t in one.timeline().data if t.name == "copying optimizer states"]
-    (write,), (read,) = [t for t in states if t.x[0] < 1], [t for t in states if t.x[0] > 1]
-    assert write.marker.line.color == (theme.CATEGORY_COLOUR["optimizer"],)
-    assert read.marker.line.color == (theme.look().paper,)
 
 
 def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
@@ -232,15 +205,8 @@ def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():
 
 
 def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
-    moved = [("d2h", "copy", "activations", 10, 0.1, 0.2)]
-    report = made(pp=2, zero_stage=0, recompute="full", offload={"activations": "cpu"},
-                  microbatches=1, copies=moved)  # fmt: skip
-    spans = report.spans.copy()  # what an ideal needs to know of a pipeline
-    spans["stage"] = spans["rank"]
-    work = spans["kind"].isin(tables.COMPUTE_KINDS)
-    spans["microbatch"] = spans["microbatch"].mask(work, 0)
-    spans["cost"] = (spans["end"] - spans["start"]).where(work, 0.0)
-    report = dataclasses.replace(report, spans=spans)
+    plan = Plan(pp=2, microbatches=2, recompute="full", offload={"activations": "cpu"})
+    report = pl.predict(synthetic.MODEL, plan, TIERS, steps=1)
     assert "below its ideal" in repr(report.timeline())
     alone = report.timeline(ideal=False)
     assert "device to host" in labels(alone) and "activations to cpu" in alone.finding
