@@ -69,38 +69,6 @@ def test_every_figure_states_its_units_its_finding_and_where_time_is_drawn_its_c
 
 
 # ---- timeline -----------------------------------------------------------------------------------
-def test_timeline_draws_every_span_of_the_step_once_with_its_times(four):
-    spans, figure = four.spans[four.spans["step"] == 2], four.timeline(step=2)
-    zero = four.steps["start"][four.steps["step"] == 2].min()
-    expected = sorted(zip((spans["start"] - zero) * 1e3, (spans["end"] - zero) * 1e3, strict=True))
-    drawn = sorted(box[1:3] for box in boxes(figure))
-    assert [at for box in drawn for at in box] == pytest.approx(
-        [at for span in expected for at in span], abs=1e-5
-    )
-    assert "step 2" in title(figure)
-
-
-def test_timeline_colours_boxes_by_kind_and_waits_look_like_waits(four):
-    by_name = {bar.name: bar for bar in four.timeline().data}
-    for kind in ("forward", "backward", "optimizer"):
-        assert by_name[kind].marker.color == theme.KIND_COLOUR[kind]
-        assert by_name[kind].marker.pattern.shape is None
-    assert by_name["communication, dp"].marker.color == theme.AXIS_COLOUR["dp"]
-    assert by_name["waiting"].marker.pattern.shape == "/"
-    kinds = Counter(four.spans["kind"][four.spans["step"] == 1])
-    assert len(by_name["waiting"].x) == kinds["wait"]
-
-
-def test_the_legend_counts_the_groups_of_one_colour_if_they_are_many(four):
-    spans = four.spans.copy()
-    sent = spans["lane"].str.startswith("comm:")
-    for names, said in ((3, "g0 and g1 and g2"), (4, "g0 and 3 other groups")):
-        spans.loc[sent, "lane"] = [f"comm:g{i % names}" for i in range(sent.sum())]
-        chart = dataclasses.replace(four, spans=spans).timeline()
-        shown = {trace.name for trace in chart.data if trace.name.startswith("communication")}
-        assert shown == {f"communication, {said}"}
-
-
 def test_boxes_never_cover_one_another(four):
     for report in (four, synthetic.report(3, grad_sync="bucketed")):
         drawn = boxes(report.timeline())

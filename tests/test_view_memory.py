@@ -48,10 +48,6 @@ def areas(chart: view.Chart) -> dict[str, list]:
     return found
 
 
-def strips(chart: view.Chart) -> list:
-    return [trace for trace in chart.data if trace.type == "bar" and trace.orientation == "h"]
-
-
 def words(chart: view.Chart) -> list[str]:
     return [note.text for note in chart.layout.annotations]
 
@@ -115,11 +111,11 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
 
 
 def test_the_strip_has_the_phases_where_they_were(two):
-    rank, step = 0, 0
-    drawn = {trace.name: trace for trace in strips(two.memory_chart(rank=rank))}
+    chart = two.memory_chart(rank=0)
+    drawn = {t.name: t for t in chart.data if t.type == "bar" and t.orientation == "h"}
     assert list(drawn) == ["forward", "backward", "optimizer"]
-    spans = two.spans[(two.spans["rank"] == rank) & (two.spans["step"] == step)]
-    zero = two.steps[two.steps["rank"] == rank]["start"].min()
+    spans = two.spans[(two.spans["rank"] == 0) & (two.spans["step"] == 0)]
+    zero = two.steps[two.steps["rank"] == 0]["start"].min()
     for kind, trace in drawn.items():
         mine = spans[spans["kind"] == kind]
         assert min(trace.base) == pytest.approx(1e3 * (mine["start"].min() - zero), abs=1e-3)
@@ -127,18 +123,6 @@ def test_the_strip_has_the_phases_where_they_were(two):
         assert max(ends) == pytest.approx(1e3 * (mine["end"].max() - zero), abs=1e-3)
         assert trace.marker.color == theme.KIND_COLOUR[kind]
         assert len(trace.x) == (1 if kind == "optimizer" else 2)  # pieces of one backward are one
-
-
-def test_phases_are_named_at_borders_between_and_before(two):
-    (curve,) = curves(two, ranks=[0])
-    said = [curve.phase(i) for i in range(len(curve.times))]
-    assert said[0] == "before forward" and said[-1] == "in the optimizer"
-    found = curve.phases
-    assert [phase.kind for phase in found] == \
-        ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
-    for time, name in ((found[3].end + 1e-9, "after backward"), (found[0].end, "in forward")):
-        then = dataclasses.replace(curve, times=[time], samples=curve.samples[:1])
-        assert then.phase(0) == name
 
 
 def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
@@ -190,13 +174,11 @@ def test_thousands_of_samples_are_thinned_and_every_peak_stays():
         assert max(totals[i] for i in part) == max(totals[i] for i in kept if i in part)
 
 
-def test_two_samples_at_one_time_are_two_samples():
+def test_two_samples_at_one_time_are_two_samples(two):
     """A replay may put them there: it gives a wait no time."""
-    report = sampled(1, microbatches=1)
-    rows = report.memory.assign(time=report.memory["time"].min())
-    (curve,) = curves(dataclasses.replace(report, memory=rows))
-    assert len(curve.times) == len(rows) // rows["category"].nunique()
-    assert curve.peak == report.peak_memory  # not the sum of both
+    rows = two.memory.assign(time=two.memory["time"].min())
+    (curve,) = curves(dataclasses.replace(two, memory=rows), ranks=[1])
+    assert curve.peak == two.peak_memory  # not the sum of all
 
 
 def test_a_prediction_and_a_replay_are_drawn_like_a_run_with_their_peaks(two):
@@ -207,10 +189,15 @@ def test_a_prediction_and_a_replay_are_drawn_like_a_run_with_their_peaks(two):
     assert chart.table["bytes"].tolist() == two.memory_chart().table["bytes"].tolist()
 
 
-def test_a_report_without_samples_says_what_would_do(two):
-    refuses("no memory was sampled.*legal: what pl.run", synthetic.report(2).memory_chart)
+def test_what_cannot_be_drawn_is_refused(two):
+    empty = synthetic.report(2)
+    refuses("no memory was sampled.*legal: what pl.run", empty.memory_chart)
     refuses("rank=5.*legal: 0, 1", two.memory_chart, rank=5)
     refuses("step=3.*legal: 0", two.memory_chart, step=3)
+    for draw in (view.memory_charts, view.memory_bars):
+        refuses("nothing to draw.*legal: {label: report}", draw, {})
+        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": empty})
+        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -242,6 +229,11 @@ def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):
     assert any("(predicted)" in w for w in words(chart))
 
 
+def test_the_page_has_the_memory_where_there_is_some(two):
+    for report, there in ((two, True), (synthetic.report(2), False)):
+        assert ('<div id="memory"' in page(report)) == there
+
+
 def test_bars_are_each_runs_peak_of_its_fullest_rank():
     runs = stages()
     chart, peaks = view.memory_bars(runs), {name: run.peak_memory for name, run in runs.items()}
@@ -252,15 +244,3 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
     alike = view.memory_bars({"a": runs["plain"], "b": runs["plain"]})
     assert alike.finding.startswith("All need the same memory")
     assert view.memory_bars(runs, title="mine").finding == "mine"
-
-
-def test_runs_that_cannot_be_drawn_are_named(two):
-    for draw in (view.memory_charts, view.memory_bars):
-        refuses("nothing to draw.*legal: {label: report}", draw, {})
-        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": synthetic.report(2)})
-        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
-
-
-def test_the_page_has_the_memory_where_there_is_some(two):
-    assert '<div id="memory"' in page(two)
-    assert '<div id="memory"' not in page(synthetic.report(2))
