@@ -12,10 +12,9 @@ import paralab as pl
 from paralab import view
 from paralab.launch import _shared_server
 from paralab.view import widget_parts, widget_picture, widgets
-from paralab.view.chart import Chart
 from paralab.view.widget_live import View
 from refusals import refuses
-from widgets import CLUSTER, LINK, MAKE, PATIENCE, TINY, ZERO, numbers, shown
+from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, numbers, shown
 
 
 @pytest.fixture
@@ -66,28 +65,6 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert not one.figure.layout.title.text and one.figure.layout.width is None
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch, first):
-    """A slow page draws what it hears of at once; data that come later it never shows. Nor can it
-    load plotly in the two seconds that a widget has to initialize: that code is not the figure's.
-    """
-    import comm
-
-    told, make = [], comm.create_comm
-
-    def listen(*args, **settings):
-        told.append((settings.get("data") or {}).get("state") or {})
-        return make(*args, **settings)
-
-    monkeypatch.setattr(comm, "create_comm", listen)
-    bar = {"type": "bar", "x": ["a", "b"]}
-    View(Chart(data=[bar], layout={"height": 77, "title": {"text": ""}}), first=first)
-    (state,) = [state for state in told if "_widget_data" in state]
-    assert [tuple(trace["x"]) for trace in state["_widget_data"]] == [("a", "b")]
-    assert state["_widget_layout"]["height"] == 77 and state["_config"]["responsive"]
-    assert len(state["_esm"]) < 5_000 and (len(state["_bundle"]) > 1_000_000) is first
-
-
 # ---- sliders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"explore"}))  # see test_widget_explore.py
 def test_the_picture_follows_each_knob_and_is_that_of_the_plain_call(make, name):
@@ -132,23 +109,6 @@ def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):
     for call in (widget.predict, widget.set, widget.run):
         refuses(why, call, **knob)
     assert widget.state == "idle"
-
-
-REPRS = {
-    "data_parallel": "data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)",
-    "memory": "memory(4 layers, hidden 128, 64 tokens, 2 samples, zero-fp16)",
-    "collective": "collective(ring, 4 ranks, 200 kB, 100 µs, 1 GB/s)",
-    "pipeline": "pipeline(1f1b, 4 ranks, 8 micro-batches, 2 chunks, equal stages, free links)",
-    "offload": "offload(own disk, own link, 8 samples, 1 micro-batch, files, files, 1 device)",
-}
-
-
-@pytest.mark.parametrize("name", REPRS)
-def test_the_repr_says_the_settings_and_nothing_of_the_machine(name):
-    own = LINK.replace(bandwidth=1234567)
-    for cluster in (CLUSTER, CLUSTER.replace(intra=own, host=own, disk=own)):
-        takes = {} if name in ("collective", "pipeline") else {"cluster": cluster}
-        assert repr(getattr(widgets, name)(**takes)) == REPRS[name]
 
 
 NO_HOST = CLUSTER.replace(host_bandwidth=None)
@@ -308,6 +268,7 @@ REFUSED = [  # widget, settings, the machine, why it is not run, and whether the
     ("tensor", {"ranks": 8}, None, "“Run it” cannot train with 2D, as tp=8 is impossible: ", True),
     ("tensor", {}, MUCH, "would need .* this machine's 1.05 MB: a smaller model", False),
     ("zero", {}, MUCH, "would need .* a smaller model or batch would fit", False),
+    ("offload", {"ranks": 2}, MUCH, "would need .* this machine's 1.05 MB", False),
     ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: choose fewer ranks", True),
     ("memory", {"layers": 96, "hidden": 12288}, None,
      "2.78 TB, and may take half of this machine's 10 GB", False),
