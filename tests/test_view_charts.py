@@ -358,6 +358,29 @@ def test_timelines_say_who_is_faster_and_by_how_much():
         assert view.timelines(expect, replayed).finding.endswith(f"(the prediction is {said})")
 
 
+def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
+    fast = synthetic.report(2)
+    for factor, behind in ((2, False), (8, True)):
+        chart = view.timelines(fast, stretched(fast, factor), labels=["torch.optim.AdamW", "b"])
+        [name] = [n for n in chart.layout.annotations if n.text.startswith("<b>torch.optim.AdamW")]
+        assert name.text.endswith(" ms</b>") == behind
+        ends = [n.x for n in chart.layout.annotations if n.text.endswith(" ms</b>") and n != name]
+        assert len(ends) == 2 - behind  # at their lines
+        assert (chart.layout.shapes[0].y0 > name.y) == behind  # the line does not cross the name
+
+
+def test_of_many_short_boxes_next_to_one_another_none_has_an_edge():
+    one = synthetic.report(1)
+    ids, at = np.arange(300), np.arange(301) / 300
+    spans = pd.DataFrame([one.spans.iloc[0]] * 300).assign(
+        id=ids, step=0, kind=np.where(ids % 2, "optimizer", "compute"), start=at[:-1], end=at[1:]
+    )
+    steps = one.steps[one.steps["step"] == 0].assign(start=0.0, end=1.0)
+    many = dataclasses.replace(one, spans=spans, steps=steps, collectives=one.collectives[:0])
+    widths = [set(bar.marker.line.width) for bar in view.timelines(many).data]
+    assert widths == [{0}, {0}]
+
+
 def test_reports_that_look_alike_are_numbered_and_many_ranks_are_cut_and_said_so():
     one = synthetic.report(4)
     many = view.timelines(one, one, one, one)
@@ -378,6 +401,14 @@ def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     assert any("send to rank 1 (data): 1,000 bytes" in text for text in comm.hovertext)
     assert "of the function (ms)" in timeline.layout.xaxis.title.text
     assert repr(timeline) == "Chart(timeline of swap on 2 ranks, replayed: 6 boxes on 2 ranks)"
+
+
+def test_a_legend_has_a_colour_once_and_its_entry_hides_all_of_that_colour():
+    both = view.timelines(traced(), forms()["overlapped"]).data
+    shown = {bar.name: bar.marker.color for bar in both if bar.showlegend is not False}
+    assert len(set(shown.values())) == len(shown) and "communication, dp and world" in shown
+    sends = [bar for bar in both if bar.marker.color == theme.AXIS_COLOUR["dp"]]
+    assert len(sends) == 2 and len({bar.legendgroup for bar in sends}) == 1
 
 
 def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_sends_most():
@@ -527,6 +558,14 @@ def test_algorithms_say_which_is_fastest_where_and_rounding_errors_cross_nothing
 
 
 # ---- memory --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("meet, side", [(3e4, "left"), (9.5e5, "right")])
+def test_the_label_of_a_crossover_at_the_right_end_is_left_of_its_line(meet, side):
+    sizes = (1e3, meet, 1e6)
+    curves = {"a": {n: n for n in sizes}, "b": dict.fromkeys(sizes, meet)}
+    (label,) = view.algorithms(curves, {"a": {1e3: 1e3}}).layout.annotations
+    assert label.xanchor == side
+
+
 def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
     chart = view.bytes_bars({"a": {"other": 1e9, **STATES}, "b": {"parameters": 2e9}})
     assert [t.name for t in chart.data] == [

@@ -125,6 +125,18 @@ def test_the_strip_has_the_phases_where_they_were(two):
         assert len(trace.x) == (1 if kind == "optimizer" else 2)  # pieces of one backward are one
 
 
+def test_phases_are_named_at_borders_between_and_before(two):
+    (curve,) = curves(two, ranks=[0])
+    said = [curve.phase(i) for i in range(len(curve.times))]
+    assert said[0] == "before forward" and said[-1] == "in the optimizer"
+    found = curve.phases
+    assert [phase.kind for phase in found] == \
+        ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
+    for time, name in ((found[3].end + 1e-9, "after backward"), (found[0].end, "in forward")):
+        then = dataclasses.replace(curve, times=[time], samples=curve.samples[:1])
+        assert then.phase(0) == name
+
+
 def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
     made = sampled(2, steps=3)
     rows = made.memory

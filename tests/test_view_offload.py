@@ -187,6 +187,13 @@ def test_without_categories_boxes_on_links_are_told_apart_by_their_rows(one):
     assert len(set(names)) == len(names)
 
 
+def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
+    states = [t for t in one.timeline().data if t.name == "copying optimizer states"]
+    (write,), (read,) = [t for t in states if t.x[0] < 1], [t for t in states if t.x[0] > 1]
+    assert write.marker.line.color == (theme.CATEGORY_COLOUR["optimizer"],)
+    assert read.marker.line.color == (theme.look().paper,)
+
+
 def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
     share = f"{100 * HIDDEN / UNDER_WAY:.0f} % of copies are hidden"
     assert one.timeline().finding == f"One device, ZeRO-3, offload to nvme: {share}"
