@@ -117,6 +117,18 @@ def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
     assert amounts.copied(none, "rank").values.tolist() == [[0, 0]] and amounts.copied(none).empty
 
 
+def test_copied_leaves_warm_up_out_and_keeps_halves(one):
+    inward = one.copies["lane"] == "h2d"
+    rows = one.copies.copy()
+    rows.loc[(rows["step"] == 0) & inward, "bytes"] = 7000
+    report = dataclasses.replace(one, copies=rows)
+    assert amounts.copied(report, "link")["bytes"].tolist() == [1000, 500, 3000, 2000]
+    assert amounts.copied(report, "link", warmup=True)["bytes"].tolist() == [3000, 500, 3000, 2000]
+    rows.loc[(rows["step"] == 2) & inward, "bytes"] = 1001
+    halves = amounts.copied(dataclasses.replace(one, copies=rows), "link")["bytes"]
+    assert halves.dtype == "float64" and halves.tolist() == [1000.5, 500, 3000, 2000]
+
+
 def test_copies_are_hidden_by_work_of_any_kind_and_not_by_waiting(two):
     part = metrics.copy_shares(two, 1)
     assert part == pytest.approx({"copies": UNDER_WAY, "hidden": HIDDEN})
