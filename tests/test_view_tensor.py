@@ -9,7 +9,7 @@ import paralab as pl
 from paralab import view
 from paralab.parallel import layouts
 from paralab.theory import tensor
-from paralab.view import matrix_steps
+from paralab.view import matrix_blocks, matrix_steps, theme
 from refusals import refuses
 from test_tensor_theory import ALL, GRIDS
 
@@ -73,6 +73,27 @@ def test_the_title_says_how_much_a_rank_holds(plan, role, said):
     assert repr(chart).startswith(f"Chart(blocks of X, W, Y of “{role}”")
     several = chart.table.drop(columns="rank").duplicated().any()
     assert ("grey:" in chart.layout.title.text) == several
+
+
+@pytest.mark.parametrize("tp", [8, 16, 64])
+def test_of_many_ranks_it_is_said_that_colours_repeat_and_no_number_covers_another(tp):
+    chart = view.blocks(pl.Plan(tp=tp))
+    assert ("the same again after 8" in chart.below) == (tp > 8)
+    numbers = [note.text for note in chart.layout.annotations if note.text.isdigit()]
+    assert bool(numbers) == (tp < 64)
+
+
+@pytest.mark.parametrize("look", theme.LOOKS)
+def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night(look):
+    with theme.drawn(look):
+        for mode in ALL:
+            chart = view.blocks(plan_of(mode))
+            for word in chart.layout.annotations:
+                if (word.text or "").isdigit():
+                    *_, top = [s.fillcolor for s in chart.layout.shapes
+                               if s.x0 < word.x < s.x1 and s.y0 < word.y < s.y1]  # fmt: skip
+                    assert top == matrix_blocks.RANK_COLOUR[int(word.text)], mode
+    assert len(set(matrix_blocks.RANK_COLOUR)) == 8
 
 
 def test_what_cannot_be_drawn_is_refused():
