@@ -26,12 +26,12 @@ def sampled(dp: int = 2, *, stage: int = 0, within: int = 4, **settings) -> Repo
     return synthetic.with_memory(synthetic.report(dp, **settings), stage=stage, within=within)
 
 
-def predicted(plan: pl.Plan) -> Report:
-    return pl.predict(synthetic.MODEL, plan, CLUSTER, steps=2)
-
-
 def stages() -> dict[str, Report]:
     return {f"ZeRO-{s}" if s else "plain": sampled(4, stage=s, microbatches=1) for s in range(4)}
+
+
+def predicted(plan: pl.Plan) -> Report:
+    return pl.predict(synthetic.MODEL, plan, CLUSTER, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,13 @@ def areas(chart: view.Chart) -> dict[str, list]:
     return found
 
 
-def strips(chart: view.Chart) -> list:
-    return [trace for trace in chart.data if trace.type == "bar" and trace.orientation == "h"]
-
-
 def words(chart: view.Chart) -> list[str]:
     return [note.text for note in chart.layout.annotations]
 
 
 # ---- one report ----------------------------------------------------------------------------------
 def test_the_stack_of_every_rank_is_its_samples_to_the_byte(two):
-    chart = two.memory_chart()
-    table = two.memory
+    chart, table = two.memory_chart(), two.memory
     for rank, (axis, traces) in enumerate(areas(chart).items()):
         mine = table[table["rank"] == rank]
         assert [t.name for t in traces] == [
@@ -73,8 +68,10 @@ def test_the_stack_of_every_rank_is_its_samples_to_the_byte(two):
             assert drawn == [*sizes, sizes[-1]]  # held until the step's end
             assert list(trace.x) == sorted(trace.x)
     assert chart.table["bytes"].sum() == table["bytes"].sum()
-    assert set(chart.table.columns) == {"panel", "rank", "step", "time", "phase", "category",
-                                        "bytes"}  # fmt: skip
+    layout = chart.layout  # one scale, one time axis
+    assert layout.yaxis.range == layout.yaxis3.range
+    assert layout.yaxis.domain[0] >= layout.yaxis3.domain[1] > layout.yaxis3.domain[0] >= 0
+    assert "(MB)" in layout.yaxis.title.text and "(ms)" in layout.xaxis.title.text
 
 
 def test_what_a_gpus_allocator_says_is_drawn_beside_the_ledger_and_in_the_summary(two):
@@ -97,11 +94,9 @@ def test_what_a_gpus_allocator_says_is_drawn_beside_the_ledger_and_in_the_summar
 def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_what(two):
     chart = two.memory_chart()
     sums = two.memory.groupby(["rank", "time"])["bytes"].sum()
-    tops = {rank: int(sums[rank].max()) for rank in (0, 1)}
-    marks = [t for t in chart.data if t.name == "peak"]
-    assert [round(mark.y[0] * 1e6) for mark in marks] == [tops[0], tops[1]]
-    for rank in (0, 1):
-        assert f"<b>peak {theme.scaled(tops[rank], 'B')}</b>" in words(chart)
+    tops = [int(sums[rank].max()) for rank in (0, 1)]
+    assert [round(t.y[0] * 1e6) for t in chart.data if t.name == "peak"] == tops
+    assert {f"<b>peak {theme.scaled(top, 'B')}</b>" for top in tops} <= set(words(chart))
     assert tops[1] == two.peak_memory > tops[0]
     at = two.memory[(two.memory["rank"] == 1) & (two.memory["time"] == sums[1].idxmax())]
     sizes = at.set_index("category")["bytes"]
@@ -113,17 +108,14 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
     assert "measured clock" in chart.below and "step 0" in chart.below
     assert repr(chart) == \
         "Chart(memory of dp=2, overlapped, measured: 2 of 2 ranks, by category)"  # fmt: skip
-    model = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
-    alone = pl.predict(model, pl.Plan(), pl.Cluster.preset("dgx-a100"), steps=1).memory_chart()
-    assert repr(alone) == "Chart(memory of one device, predicted: 1 rank, by category)"
 
 
 def test_the_strip_has_the_phases_where_they_were(two):
-    rank, step = 0, 0
-    drawn = {trace.name: trace for trace in strips(two.memory_chart(rank=rank))}
+    chart = two.memory_chart(rank=0)
+    drawn = {t.name: t for t in chart.data if t.type == "bar" and t.orientation == "h"}
     assert list(drawn) == ["forward", "backward", "optimizer"]
-    spans = two.spans[(two.spans["rank"] == rank) & (two.spans["step"] == step)]
-    zero = two.steps[two.steps["rank"] == rank]["start"].min()
+    spans = two.spans[(two.spans["rank"] == 0) & (two.spans["step"] == 0)]
+    zero = two.steps[two.steps["rank"] == 0]["start"].min()
     for kind, trace in drawn.items():
         mine = spans[spans["kind"] == kind]
         assert min(trace.base) == pytest.approx(1e3 * (mine["start"].min() - zero), abs=1e-3)
@@ -134,33 +126,24 @@ def test_the_strip_has_the_phases_where_they_were(two):
 
 
 def test_phases_are_named_at_borders_between_and_before(two):
-    found = dict(enumerate(curves(two, ranks=[0])[0].phases))
     (curve,) = curves(two, ranks=[0])
     said = [curve.phase(i) for i in range(len(curve.times))]
     assert said[0] == "before forward" and said[-1] == "in the optimizer"
-    assert curve.phases is curve.phases  # looked for once, not for each of thousands of samples
-    assert [phase.kind for phase in found.values()] == \
+    found = curve.phases
+    assert [phase.kind for phase in found] == \
         ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
-    after = dataclasses.replace(curve, times=[found[3].end + 1e-9], samples=curve.samples[:1])
-    assert after.phase(0) == "after backward"
-    border = dataclasses.replace(curve, times=[found[0].end], samples=curve.samples[:1])
-    assert border.phase(0) == "in forward"
-
-
-def test_ranks_share_one_scale_and_one_time_axis(two):
-    layout = two.memory_chart().layout
-    assert layout.yaxis.range == layout.yaxis3.range
-    assert layout.yaxis.domain[0] >= layout.yaxis3.domain[1] > layout.yaxis3.domain[0] >= 0
-    assert "(MB)" in layout.yaxis.title.text and "(ms)" in layout.xaxis.title.text
+    for time, name in ((found[3].end + 1e-9, "after backward"), (found[0].end, "in forward")):
+        then = dataclasses.replace(curve, times=[time], samples=curve.samples[:1])
+        assert then.phase(0) == name
 
 
 def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
-    rows = sampled(2, steps=3).memory
-    later = rows.assign(step=2, time=rows["time"] + 1.0, bytes=rows["bytes"] * 2)
-    report = dataclasses.replace(sampled(2, steps=3), memory=pd.concat([rows, later]))
-    assert "step 2" in report.memory_chart().below
-    equal = dataclasses.replace(report, memory=pd.concat([rows, later.assign(bytes=rows["bytes"])]))
-    assert "step 2" in equal.memory_chart().below
+    made = sampled(2, steps=3)
+    rows = made.memory
+    for factor in (2, 1):  # of equal steps the last
+        later = rows.assign(step=2, time=rows["time"] + 1.0, bytes=rows["bytes"] * factor)
+        report = dataclasses.replace(made, memory=pd.concat([rows, later]))
+        assert "step 2" in report.memory_chart().below
     first = report.memory_chart(rank=1, step=0)
     assert "step 0" in first.below and set(first.table["rank"]) == {1}
     assert len(areas(first)) == 1 and "rank 1" in repr(first)
@@ -175,68 +158,58 @@ def test_of_many_ranks_four_are_drawn_the_fullest_among_them_and_said_so():
     assert "4 of 8 ranks drawn" in chart.below and "on rank 3" in chart.finding
 
 
-def test_a_limit_is_a_line_and_a_device_far_larger_is_not():
-    report = sampled(2)
-    peak = report.peak_memory
-    near = dataclasses.replace(report, meta={**report.meta, "memory_limit": 2 * peak})
+def test_a_limit_is_a_line_and_a_device_far_larger_is_not(two):
+    peak = two.peak_memory
+    near = dataclasses.replace(two, meta={**two.meta, "memory_limit": 2 * peak})
     chart = near.memory_chart()
     lines = [s for s in chart.layout.shapes if s.line.dash == "dash"]
     assert [s.y0 for s in lines] == [2 * peak / 1e6] * 2
     assert f"the memory limit: {theme.scaled(2 * peak, 'B')}" in words(chart)
     assert f"of {theme.scaled(2 * peak, 'B')} in backward on rank 1" in chart.finding
     assert chart.layout.yaxis.range[1] > 2 * peak / 1e6
-    for far in (dataclasses.replace(report, cluster=CLUSTER), report):
-        assert not far.memory_chart().layout.shapes
-    held = dataclasses.replace(report, cluster=CLUSTER.replace(name="tiny", memory=2 * peak))
+    assert not dataclasses.replace(two, cluster=CLUSTER).memory_chart().layout.shapes
+    held = dataclasses.replace(two, cluster=CLUSTER.replace(name="tiny", memory=2 * peak))
     assert any("a device of cluster tiny" in said for said in words(held.memory_chart()))
 
 
 def test_thousands_of_samples_are_thinned_and_every_peak_stays():
-    report = sampled(1, within=2000)
-    chart = report.memory_chart()
-    points = sum(len(trace.x) for traces in areas(chart).values() for trace in traces)
-    assert points <= 1.1 * MAX_POINTS < len(report.memory)
-    stacked = [sum(t.y[i] for t in areas(chart)["y"]) for i in range(len(chart.data[3].x))]
+    report = sampled(1, within=500)
+    traces = areas(report.memory_chart())["y"]
+    assert sum(len(trace.x) for trace in traces) <= 1.1 * MAX_POINTS < len(report.memory)
+    stacked = map(sum, zip(*(trace.y for trace in traces), strict=True))
     assert round(max(stacked) * 1e6) == report.peak_memory
     totals = [0, 9, 1, 2, 8, 0, 3, 3, 7, 1] * 30
     kept = thinned(totals, 60)
     assert len(kept) <= 61 and kept == sorted(set(kept)) and kept[-1] == 299
-    size = -(-300 // 20)
-    for low in range(0, 300, size):
-        part = range(low, low + size)
+    for low in range(0, 300, 15):
+        part = range(low, low + 15)
         assert max(totals[i] for i in part) == max(totals[i] for i in kept if i in part)
 
 
-def test_two_samples_at_one_time_are_two_samples():
+def test_two_samples_at_one_time_are_two_samples(two):
     """A replay may put them there: it gives a wait no time."""
-    report = sampled(1, microbatches=1)
-    rows = report.memory.assign(time=report.memory["time"].min())
-    (curve,) = curves(dataclasses.replace(report, memory=rows))
-    assert len(curve.times) == len(rows) // rows["category"].nunique()
-    assert curve.peak == report.peak_memory  # not the sum of both
+    rows = two.memory.assign(time=two.memory["time"].min())
+    (curve,) = curves(dataclasses.replace(two, memory=rows), ranks=[1])
+    assert curve.peak == two.peak_memory  # not the sum of all
 
 
-def test_a_prediction_is_drawn_like_a_run_with_its_peak():
-    report = predicted(pl.Plan(dp=2, microbatches=2))
-    chart = report.memory_chart(rank=0)
-    assert areas(chart) and "predicted clock" in chart.below
-    assert f"<b>peak {theme.scaled(report.peak_memory, 'B')}</b>" in words(chart)
-    mine = report.memory[(report.memory["rank"] == 0) & (report.memory["step"] == 0)]
-    totals = mine.groupby("time")["bytes"].sum()
-    assert totals.max() == report.peak_memory and len(totals) > 10
-
-
-def test_what_a_replay_moves_in_time_it_does_not_change_in_bytes(two):
-    replayed = two.replay(CLUSTER)
-    chart = replayed.memory_chart()
-    assert "replayed clock" in chart.below
+def test_a_prediction_and_a_replay_are_drawn_like_a_run_with_their_peaks(two):
+    for report in (predicted(pl.Plan(dp=2, microbatches=2)), two.replay(CLUSTER)):
+        chart = report.memory_chart()
+        assert f"{report.clock} clock" in chart.below
+        assert f"<b>peak {theme.scaled(report.peak_memory, 'B')}</b>" in words(chart)
     assert chart.table["bytes"].tolist() == two.memory_chart().table["bytes"].tolist()
 
 
-def test_a_report_without_samples_says_what_would_do():
-    refuses("no memory was sampled.*legal: what pl.run", synthetic.report(2).memory_chart)
-    refuses("rank=5.*legal: 0, 1", sampled().memory_chart, rank=5)
-    refuses("step=3.*legal: 0", sampled().memory_chart, step=3)
+def test_what_cannot_be_drawn_is_refused(two):
+    empty = synthetic.report(2)
+    refuses("no memory was sampled.*legal: what pl.run", empty.memory_chart)
+    refuses("rank=5.*legal: 0, 1", two.memory_chart, rank=5)
+    refuses("step=3.*legal: 0", two.memory_chart, step=3)
+    for draw in (view.memory_charts, view.memory_bars):
+        refuses("nothing to draw.*legal: {label: report}", draw, {})
+        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": empty})
+        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -260,43 +233,26 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert repr(chart) == ("Chart(memory of 4 runs on rank 0, by category: plain | ZeRO-1 | ZeRO-2 "
                            "| ZeRO-3)")  # fmt: skip
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
-    rows = runs["ZeRO-3"].memory
-    last = rows.groupby(["rank", "step"])["time"].transform("max")
-    rows = rows.assign(bytes=rows["bytes"].where(rows["time"] < last, 10**6))
-    late = view.memory_charts(runs | {"ZeRO-3": dataclasses.replace(runs["ZeRO-3"], memory=rows)})
-    named = [note.x for note in late.layout.annotations if note.text == "peak of plain"]
-    assert named == [1, 1, 0]  # away from the run's own peak
 
 
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):
     chart = view.memory_charts({"theory": predicted(pl.Plan(dp=2)), "run": two}, rank=1)
     assert "rank 1" in chart.below and "clock" not in chart.below
     assert any("(predicted)" in w for w in words(chart))
-    assert len(areas(chart)) == 2
+
+
+def test_the_page_has_the_memory_where_there_is_some(two):
+    for report, there in ((two, True), (synthetic.report(2), False)):
+        assert ('<div id="memory"' in page(report)) == there
 
 
 def test_bars_are_each_runs_peak_of_its_fullest_rank():
     runs = stages()
-    chart = view.memory_bars(runs)
-    found = chart.table.groupby("bar", sort=False)["bytes"].sum()
-    assert found.to_dict() == {label: report.peak_memory for label, report in runs.items()}
+    chart, peaks = view.memory_bars(runs), {name: run.peak_memory for name, run in runs.items()}
+    assert chart.table.groupby("bar", sort=False)["bytes"].sum().to_dict() == peaks
     assert "clock" not in chart.below and "highest peak" in chart.below
-    share, most = runs["ZeRO-3"].peak_memory / runs["plain"].peak_memory, runs["plain"].peak_memory
-    assert chart.finding.endswith(
-        f", {theme.percent(share)} of the {theme.scaled(most, 'B')} of “plain”"
-    )
+    share, most = theme.percent(peaks["ZeRO-3"] / peaks["plain"]), theme.scaled(peaks["plain"], "B")
+    assert chart.finding.endswith(f", {share} of the {most} of “plain”")
     alike = view.memory_bars({"a": runs["plain"], "b": runs["plain"]})
     assert alike.finding.startswith("All need the same memory")
     assert view.memory_bars(runs, title="mine").finding == "mine"
-
-
-def test_runs_that_cannot_be_drawn_are_named(two):
-    for draw in (view.memory_charts, view.memory_bars):
-        refuses("nothing to draw.*legal: {label: report}", draw, {})
-        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": synthetic.report(2)})
-        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
-
-
-def test_the_page_has_the_memory_where_there_is_some(two):
-    assert '<div id="memory"' in page(two)
-    assert '<div id="memory"' not in page(synthetic.report(2))

@@ -35,8 +35,3 @@ def test_plans_that_do_not_fit_are_told_apart(search):
     table = chart.table
     assert set(table["fits"]) == {True, False}
     assert (table.loc[~table["fits"], "memory"] > search.memory_limit / SPARE).all()
-
-
-def test_only_a_search_can_be_drawn():
-    with pytest.raises(ValueError, match="what pl.plan_search"):
-        view.pareto([1, 2])

@@ -9,6 +9,7 @@ import pytest
 import paralab as pl
 from paralab.view import stage_memory, theme
 from paralab.view.memory_chart import fits
+from refusals import refuses
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
 CLUSTER = pl.Cluster(
@@ -19,8 +20,8 @@ CLUSTER = pl.Cluster(
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
 
 
-def predicted(**plan) -> pl.Report:
-    return pl.predict(MODEL, pl.Plan(**plan), CLUSTER, steps=1)
+def predicted(layers=4, **plan) -> pl.Report:
+    return pl.predict(MODEL.replace(layers=layers), pl.Plan(**plan), CLUSTER, steps=1)
 
 
 def bars(chart) -> dict[str, float]:
@@ -79,44 +80,32 @@ def test_no_link_is_said_to_take_seconds_where_no_cluster_states_it():
     bare = dataclasses.replace(report, cluster=None)
     assert sums(bare) == {link: text.split(",")[0] for link, text in sums(report).items()}
     assert "seconds" in report.traffic_chart().below and "seconds" not in bare.traffic_chart().below
+    assert "nothing is sent" in predicted().traffic_chart(matrix=False).finding
 
 
-def test_without_a_pipeline_there_is_one_bar():
+def test_without_a_pipeline_there_is_one_bar_and_of_many_stages_the_fullest_first_and_last():
     report = predicted(dp=2, microbatches=2)
     assert bars(stage_memory(report)) == {"one rank": report.peak_memory}
-
-
-def test_of_many_stages_the_fullest_first_and_last_are_drawn():
-    report = pl.predict(MODEL.replace(layers=8), pl.Plan(pp=8, microbatches=8), CLUSTER, steps=1)
-    chart = stage_memory(report)
+    chart = stage_memory(predicted(8, pp=8, microbatches=8))
     assert len(bars(chart)) == 4 and {"stage 0", "stage 7"} <= set(bars(chart))
     assert "4 of 8 stages drawn" in chart.below
-    settings = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
-    report = pl.predict(MODEL.replace(layers=8), pl.Plan(**settings), CLUSTER, steps=1)
-    assert stage_memory(report).finding.startswith("One rank with stages 0, 2 needs ")
+    chunks = predicted(8, pp=2, schedule="interleaved", virtual_stages=2, microbatches=4)
+    assert stage_memory(chunks).finding.startswith("One rank with stages 0, 2 needs ")
+    bare = pl.Report(clock="measured", model=MODEL, plan=pl.Plan())
+    refuses("no memory was sampled", stage_memory, bare)
 
 
 def test_what_does_not_fit_says_so_with_the_numbers():
     report = predicted(dp=2, microbatch_size=8)
     peak = theme.scaled(report.peak_memory, "B")
     assert report.peak_memory > 10**6
-    assert stage_memory(report).finding.startswith(f"One rank needs {peak}, ")
-    assert stage_memory(report).finding.endswith(" times the 1 MB of a device of cluster small")
-    said = fits(report)
-    assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
     nameless = report.replay(CLUSTER.replace(name=pl.Cluster.name))
-    assert stage_memory(nameless).finding.endswith(
-        " times the 1 MB of a device of the stated cluster"
-    )
-    unlimited = pl.predict(MODEL, pl.Plan(), CLUSTER.replace(memory=pl.Cluster.memory), steps=1)
-    assert stage_memory(unlimited).finding.startswith("One rank needs ")
-    assert "device" not in stage_memory(unlimited).finding + stage_memory(unlimited).below
-    roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)
-    assert fits(roomy) is None
-
-
-def test_nothing_to_draw_is_refused():
-    bare = pl.Report(clock="measured", model=MODEL, plan=pl.Plan())
-    with pytest.raises(ValueError, match="no memory was sampled"):
-        stage_memory(bare)
-    assert "nothing is sent" in predicted().traffic_chart(matrix=False).finding
+    for one, where in ((report, "cluster small"), (nameless, "the stated cluster")):
+        found = stage_memory(one).finding
+        assert found.startswith(f"One rank needs {peak}, ")
+        assert found.endswith(f" times the 1 MB of a device of {where}")
+    said = f"It does not fit: one rank needs {peak} on a device that has 1 MB"
+    assert fits(report).startswith(said)
+    assert fits(report.replay(CLUSTER.replace(memory=10**9))) is None
+    unlimited = stage_memory(report.replay(CLUSTER.replace(memory=pl.Cluster.memory)))
+    assert "device" not in unlimited.finding + unlimited.below

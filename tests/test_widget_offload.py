@@ -14,7 +14,7 @@ from widgets import PATIENCE, numbers
 
 MODEL = pl.ModelSpec(layers=2, hidden=64, heads=2, seq_len=32)
 CLUSTER = widgets.CLUSTER.replace(devices_per_node=4)
-SLOWEST, FASTEST = widget_offload.DISKS[0], widget_offload.DISKS[-1]
+SLOWEST = widget_offload.DISKS[0]
 
 
 @pytest.fixture
@@ -45,8 +45,7 @@ def named(widget: offload) -> dict[str, dict[str, str]]:
 
 # ---- the pictures --------------------------------------------------------------------------------
 @pytest.mark.parametrize("knobs", [
-    {}, {"microbatches": 4}, {"ranks": 2, "microbatches": 2}, {"ranks": 4}, {"host": 3e8},
-    {"parameters": "cpu"}, {"optimizer": "cpu"},
+    {}, {"ranks": 2, "microbatches": 2}, {"parameters": "cpu", "host": 3e8},
 ], ids=str)  # fmt: skip
 def test_the_predicted_curve_is_the_very_prediction_at_every_bandwidth(widget, knobs):
     at = widget.set(**knobs).values
@@ -75,17 +74,13 @@ def test_the_formulas_are_of_what_is_computed_and_what_files_are_read_and_writte
 
 
 def test_the_slider_is_marked_on_the_curve_and_the_step_is_the_timeline(widget):
-    for bandwidth in (SLOWEST, 2e8, FASTEST):
-        widget.set(bandwidth=bandwidth)
-        step, over = widget.charts
-        ring = over.data[-1]
-        assert ring.name == "chosen" and ring.x == (bandwidth,)
-        assert ring.y == (curve(widget, "predicted")[bandwidth],)
-        twin = pl.predict(MODEL, widget.values.plan, with_disk(bandwidth), steps=1)
-        assert step.table.equals(twin.timeline(ranks=[0]).table)
-        said = theme.percent(working(twin) / twin.step_time)
-        disk = theme.scaled(bandwidth, "B/s")
-        assert over.finding.startswith(f"With a {disk} disk the device computes for {said} of a")
+    step, over = widget.set(bandwidth=2e8).charts
+    ring = over.data[-1]
+    assert (ring.name, ring.x, ring.y) == ("chosen", (2e8,), (curve(widget, "predicted")[2e8],))
+    twin = pl.predict(MODEL, widget.values.plan, with_disk(2e8), steps=1)
+    assert step.table.equals(twin.timeline(ranks=[0]).table)
+    said = theme.percent(working(twin) / twin.step_time)
+    assert over.finding.startswith(f"With a 200 MB/s disk the device computes for {said} of a")
 
 
 def test_without_anything_in_files_the_disk_does_not_matter(widget):
@@ -98,8 +93,8 @@ def test_without_anything_in_files_the_disk_does_not_matter(widget):
 
 def test_a_cluster_without_a_disk_begins_with_one():
     widget = offload(MODEL, pl.Cluster.preset("dgx-a100"))
-    assert widget.values["bandwidth"] == 10**9 and "own disk" not in repr(widget)
     assert widget.values.cluster.disk == pl.Link(alpha=1e-4, bandwidth=1e9)
+    assert "own disk" not in repr(widget)
 
 
 def test_the_table_has_both_formulas_and_the_prediction(widget):
@@ -108,10 +103,8 @@ def test_the_table_has_both_formulas_and_the_prediction(widget):
     assert (tiers.parameters, tiers.gradients, tiers.optimizer) == ("nvme", "cpu", "cpu")
     assert at.plan.microbatches == 2 and at.cluster.host.bandwidth == 3e8
     expect = pl.predict(MODEL, at.plan, with_disk(2e8, at.cluster), steps=1)
-    seconds = {"predicted": expect.step_time}
-    for name in ("no overlap", "full overlap"):
-        seconds[f"formula, {name}"] = curve(widget, name)[2e8]
-    rows = named(widget)
+    formulas = {f"formula, {n}": curve(widget, n)[2e8] for n in ("no overlap", "full overlap")}
+    rows, seconds = named(widget), {"predicted": expect.step_time} | formulas
     assert rows.keys() == seconds.keys()
     for name, took in seconds.items():
         assert rows[name]["time per step"] == f"{1e3 * took:.1f} ms"
@@ -146,18 +139,6 @@ def test_a_slow_link_to_the_host_is_held_down_too(widget, monkeypatch):
     monkeypatch.setattr("paralab.experiment.run", lambda model, plan, **how: plan)
     plan = widget._measure(widget.set(host=3e8).values)
     assert plan.tiers.limits == {"disk": 10**9, "h2d": 3 * 10**8, "d2h": 3 * 10**8}
-
-
-def test_what_would_take_too_long_or_too_much_is_not_run(widget, monkeypatch):
-    monkeypatch.setattr(offload, "longest", 1e-3)
-    with pytest.raises(ValueError, match="would take about .* here: a smaller model or batch"):
-        widget.run(bandwidth=SLOWEST).wait(PATIENCE)
-    assert widget.state == "error" and "Traceback" not in widget._trouble.value
-    small = CLUSTER.replace(memory=2**20)
-    monkeypatch.setattr(pl.Cluster, "local", lambda **_: small)
-    with pytest.raises(ValueError, match="would need .* this machine's 1.05 MB"):
-        widget.run(ranks=2).wait(PATIENCE)
-    assert widget.set(microbatches=2).state == "idle"
 
 
 def test_the_hint_says_what_run_it_does_to_the_disk(widget):

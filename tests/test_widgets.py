@@ -12,9 +12,9 @@ import paralab as pl
 from paralab import view
 from paralab.launch import _shared_server
 from paralab.view import widget_parts, widget_picture, widgets
-from paralab.view.chart import Chart
 from paralab.view.widget_live import View
-from widgets import CLUSTER, LINK, MAKE, PATIENCE, TINY, ZERO, numbers, shown
+from refusals import refuses
+from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, numbers, shown
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def said(widget: widgets.Widget) -> str:
     return widget._status.value
 
 
+def running(widget: widgets.Widget) -> bool:
+    """Whether its buttons say so."""
+    start, stop = widget._run_button.disabled, not widget._stop_button.disabled
+    assert start == stop
+    return start
+
+
 # ---- a figure on screen --------------------------------------------------------------------------
 def test_a_figure_on_screen_becomes_any_other_chart():
     reports = [
@@ -58,89 +65,30 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert not one.figure.layout.title.text and one.figure.layout.width is None
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch, first):
-    """A slow page draws what it hears of at once; data that come later it never shows. Nor can it
-    load plotly in the two seconds that a widget has to initialize: that code is not the figure's.
-    """
-    import comm
-
-    told, make = [], comm.create_comm
-
-    def listen(*args, **settings):
-        told.append((settings.get("data") or {}).get("state") or {})
-        return make(*args, **settings)
-
-    monkeypatch.setattr(comm, "create_comm", listen)
-    bar = {"type": "bar", "x": ["a", "b"]}
-    one = View(Chart(data=[bar], layout={"height": 77, "title": {"text": ""}}), first=first)
-    (state,) = [state for state in told if "_widget_data" in state]
-    assert [tuple(trace["x"]) for trace in state["_widget_data"]] == [("a", "b")]
-    assert state["_widget_layout"]["height"] == 77 and one.figure.model_id
-    assert state["_config"]["responsive"]
-    assert len(state["_esm"]) < 5_000 and (len(state["_bundle"]) > 1_000_000) is first
-
-
-def test_only_what_differs_is_sent_to_the_page(monkeypatch):
-    bar = {"type": "bar", "x": [1, 2], "y": [3, 4], "name": "old"}
-    one, sent = View(Chart(data=[bar])), []
-    monkeypatch.setattr(one.figure, "_send_update_msg", lambda *a, **k: sent.append((a, k)))
-    changed = Chart(data=[bar | {"y": [3, 5]}])
-    one.show(changed)
-    one.show(changed)
-    values = {**dict(zip(("restyle_data",), sent[0][0], strict=False)), **sent[0][1]}
-    assert len(sent) == 1 and list(values["restyle_data"]) == ["y"]
-
-
-def test_a_page_that_begins_to_listen_is_told_all_that_has_changed(widget, monkeypatch):
-    """What was said before may have been lost, with the figure shown or not (figure.js)."""
-    figure, told = widget.figure, []
-    for name in ("_send_addTraces_msg", "_send_relayout_msg"):
-        monkeypatch.setattr(figure, name, lambda what, *_, **__: told.append(what))
-    figure._handle_custom_msg({"listens": True}, [])
-    assert not told
-    widget.set(ranks=3)
-    told.clear()
-    figure._handle_custom_msg({"listens": True}, [])
-    traces, layout = told
-    assert len(traces) == len(widget.chart.data) and layout["height"] == figure.layout.height
-    assert widget.figure is figure and shown(figure) == shown(View(widget.chart).figure)
-
-
 # ---- sliders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"explore"}))  # see test_widget_explore.py
 def test_the_picture_follows_each_knob_and_is_that_of_the_plain_call(make, name):
+    """The plain call itself moves no slider."""
     widget = make(name)
     if name == "pipeline":
         widget.set(schedule="interleaved")  # else chunks cannot be moved
     for knob, control in widget.knobs.items():
-        before, start = [chart.to_json() for chart in widget.charts], control.value
+        before, start = [chart.to_json() for chart in widget.charts], dict(widget.values)
         table = widget.chart.table
         for _, value in widget._declared[knob].options:
             control.value = value
-            if value != start and widget.error is None:
+            if value != start[knob] and widget.error is None:
                 break
         else:
             assert control.disabled, knob
-            control.value = start
-            continue
-        moved = [chart.to_json() for chart in widget.charts]
-        assert moved != before or knob == "algorithm", knob
-        assert widget.chart.table.equals(widget.predict().table), knob
-        control.value = start
+            value = start[knob]
+        moved, shown_now = widget.chart, [chart.to_json() for chart in widget.charts]
+        assert shown_now != before or knob == "algorithm" or value == start[knob], knob
+        control.value = start[knob]
         assert widget.chart.table.equals(table), knob
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_the_plain_twin_draws_the_same_and_moves_no_slider(make, name):
-    widget = make(name)
-    knob, before = next(iter(widget.knobs)), dict(widget.values)
-    _, value = next(o for o in widget._declared[knob].options if o[1] != before[knob])
-    chart = widget.predict(**{knob: value})
-    assert dict(widget.values) == before
-    widget.set(**{knob: value})
-    assert widget.values[knob] == value and widget.error is None
-    assert widget.chart.table.equals(chart.table) and repr(widget.chart) == repr(chart)
+        twin = widget.predict(**{knob: value})
+        assert twin.table.equals(moved.table) and repr(twin) == repr(moved), knob
+        assert dict(widget.values) == start, knob
 
 
 def test_the_picture_of_a_plan_is_its_predicted_timeline(widget):
@@ -151,71 +99,39 @@ def test_the_picture_of_a_plan_is_its_predicted_timeline(widget):
     assert widget.chart.table.equals(expect.timeline(ranks=range(3)).table)
 
 
-@pytest.mark.parametrize(
-    ("knob", "why"),
-    [
-        ({"rank": 2}, "no such knob; legal: ranks, grad_sync"),
-        ({"ranks": 5}, "the knob does not offer this value"),
-        ({"ranks": True}, "the knob does not offer this value"),
-        ({"grad_sync": "fast"}, "legal: naive, bucketed"),
-    ],
-)
+@pytest.mark.parametrize(("knob", "why"), [
+    ({"rank": 2}, "no such knob; legal: ranks, grad_sync"),
+    ({"ranks": 5}, "the knob does not offer this value"),
+    ({"ranks": True}, "the knob does not offer this value"),
+    ({"grad_sync": "fast"}, "legal: naive, bucketed"),
+])  # fmt: skip
 def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):
     for call in (widget.predict, widget.set, widget.run):
-        with pytest.raises(ValueError, match=why):
-            call(**knob)
+        refuses(why, call, **knob)
     assert widget.state == "idle"
 
 
-def test_a_schedule_of_ones_own_has_no_button():
-    own = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_stages: [])
-    with pytest.raises(
-        ValueError, match="schedule='own: .*the widget has no button for it; legal: "
-    ):
-        widgets.pipeline(plan=own)
-
-
-REPRS = {
-    "data_parallel": "data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)",
-    "memory": "memory(4 layers, hidden 128, 64 tokens, 2 samples, zero-fp16)",
-    "collective": "collective(ring, 4 ranks, 200 kB, 100 µs, 1 GB/s)",
-    "pipeline": "pipeline(1f1b, 4 ranks, 8 micro-batches, 2 chunks, equal stages, free links)",
-    "tensor": "tensor(2D, 128 tokens, hidden 64, 4 ranks)",
-    "zero": "zero(ZeRO-2, 4 devices, 2 micro-batches, hidden 128, fp32, all saved)",
-    "tensor1d": "tensor1d(4 ranks, replicated, 4 samples, own link)",
-    "offload": "offload(own disk, own link, 8 samples, 1 micro-batch, files, files, 1 device)",
-}
-
-
-@pytest.mark.parametrize("name", REPRS)
-def test_the_repr_says_the_settings_and_nothing_of_the_machine(name):
-    own = LINK.replace(bandwidth=1234567)
-    other = CLUSTER.replace(intra=own, host=own, disk=own)
-    takes = name not in ("collective", "pipeline", "tensor", "zero")
-    for cluster in (CLUSTER, other):
-        made = getattr(widgets, name)(**({"cluster": cluster} if takes else {}))
-        assert repr(made) == REPRS[name] and len(repr(made)) <= 110
-
-
 NO_HOST = CLUSTER.replace(host_bandwidth=None)
+OWN = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_stages: [])
 WRONG = [
     ("memory", {"model": "gpt"}, "model='gpt'.*legal: a pl.ModelSpec"),
     ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
+    ("memory", {"device": {"a GPU": "x"}}, "device='x': not a number of bytes"),
     ("zero", {"plan": 3}, "plan=3: not a plan"),
     ("zero", {"plan": pl.Plan(pp=2)}, "pp=2.*legal: 1"),
+    ("zero", {"plan": pl.Plan(tp=2)}, "tp=2: this widget is about data parallelism; legal: 1"),
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
+    ("pipeline", {"plan": OWN}, "schedule='own: .*the widget has no button for it; legal: "),
     ("tensor", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism alone.*tp of at least 2"),
     ("tensor1d", {"plan": pl.Plan(tp=4, tp_mode="2d")}, "tensor parallelism in 1D alone"),
     ("tensor1d", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism in 1D alone"),
-    ("tensor1d", {"plan": pl.Plan(pp=2)}, "tensor parallelism in 1D alone"),
     ("offload", {"cluster": NO_HOST}, "host_bandwidth=None: the plan offloads"),
 ]
 
 
 @pytest.mark.parametrize(("name", "given", "why"), WRONG)
 def test_wrong_arguments_are_refused(name, given, why):
-    with pytest.raises(ValueError, match=why):
-        getattr(widgets, name)(**given)
+    refuses(why, getattr(widgets, name), **given)
 
 
 @pytest.mark.parametrize(
@@ -235,20 +151,15 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     pipeline, tensor = make("pipeline"), make("tensor")
     pipeline.set(schedule="interleaved")
     pipeline.knobs["microbatches"].value = 6
-    assert (
-        pipeline.state == "error" and "a multiple of 4, such as 4 or 8" in pipeline._trouble.value
-    )
-    with pytest.raises(ValueError, match="a multiple of 4"):
-        pipeline.predict()
+    assert pipeline.state == "error"
+    assert "a multiple of 4, such as 4 or 8" in pipeline._trouble.value
+    refuses("a multiple of 4", pipeline.predict)
     pipeline.knobs["microbatches"].value = 12
     assert pipeline.state == "idle" and not pipeline._trouble.value
     tensor.set(ranks=64)
     assert "no mode can shard 8 heads and 128 tokens over so many" in tensor._trouble.value
-    assert (
-        tensor._run_button.disabled
-        and tensor.set(ranks=4).error is None
-        and not tensor._run_button.disabled
-    )
+    assert tensor._run_button.disabled
+    assert tensor.set(ranks=4).error is None and not tensor._run_button.disabled
     tensor.set(mode="3d")  # the other modes are there: it is a note, and the picture stays
     first, second = re.findall(r"[^<>]+(?=<br>|</div>)", tensor._trouble.value)
     assert first.startswith("3D is not drawn, as tp=4 is impossible: ") and "q x q x q" in first
@@ -262,15 +173,12 @@ def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
     seen = []
     widget._progress.observe(lambda change: seen.append(change["new"]), names="value")
     widget._run_button.click()
-    assert widget.state == "running"
-    assert widget._run_button.disabled and not widget._stop_button.disabled
+    assert widget.state == "running" and running(widget)
     assert all(knob.disabled for knob in widget.knobs.values())
     with pytest.raises(RuntimeError, match="in progress"):
         widget.run()
     chart = widget.wait(PATIENCE)
-    assert (
-        widget.state == "done" and not widget._run_button.disabled and widget._stop_button.disabled
-    )
+    assert widget.state == "done" and not running(widget)
     assert not any(knob.disabled for knob in widget.knobs.values())
     assert set(chart.table["clock"]) == {"predicted", "replayed"}
     assert widget.result.clock == "measured" and widget.result.plan.dp == 2
@@ -297,9 +205,7 @@ def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
     assert widget.state == "stopped" and "Stopped while 2 ranks were at work" in said(widget)
-    assert (
-        not widget._run_button.disabled and widget._stop_button.disabled and widget.result is None
-    )
+    assert not running(widget) and widget.result is None
     widget.stop()  # nothing to stop: nothing happens
     monkeypatch.setattr(type(widget), "steps", 2)
     assert widget.run().wait(PATIENCE) and widget.state == "done"
@@ -310,12 +216,12 @@ def test_an_error_is_text_in_the_widget_and_nothing_is_printed(widget, monkeypat
         raise KeyError("<mine>")
 
     monkeypatch.setattr("paralab.experiment._program", fail)
-    widget.run()
     with pytest.raises(pl.RankError, match="<mine>"):
-        widget.wait(PATIENCE)
+        widget.run().wait(PATIENCE)
+    trouble = widget._trouble.value
     assert widget.state == "error" and not widget._run_button.disabled
-    assert "RankError" in widget._trouble.value and "&lt;mine&gt;" in widget._trouble.value
-    assert "<mine>" not in widget._trouble.value and "Traceback" in widget._trouble.value
+    assert "RankError" in trouble and "Traceback" in trouble
+    assert "&lt;mine&gt;" in trouble and "<mine>" not in trouble
     widget.set(ranks=1)
     assert widget.state == "idle" and not widget._trouble.value
     assert capfd.readouterr() == ("", "")
@@ -328,22 +234,14 @@ def test_what_would_end_the_thread_ends_the_run(widget, monkeypatch):
     monkeypatch.setattr(widget, "_measure", leaves)
     with pytest.raises(SystemExit):
         widget.run().wait(PATIENCE)
-    assert (
-        widget.state == "error" and not widget._run_button.disabled and widget._stop_button.disabled
-    )
+    assert widget.state == "error" and not running(widget)
 
 
 def test_widgets_take_of_a_plan_what_they_are_about():
-    zero = widgets.zero(plan=ZERO.replace(offload="cpu"))
-    assert zero.plan == ZERO and zero.state == "idle"
-    with pytest.raises(ValueError, match="tp=2: this widget is about data parallelism; legal: 1"):
-        widgets.zero(plan=pl.Plan(dp=2, tp=2))
+    assert widgets.zero(plan=ZERO.replace(offload="cpu")).plan == ZERO
     assert widgets.data_parallel(TINY, pl.Plan(dp=2, pp=2), CLUSTER).plan == pl.Plan(dp=2)
     chunks = pl.Plan(pp=4, microbatches=8, virtual_stages=3, schedule="interleaved")
     assert widgets.pipeline(plan=chunks).values.plan.virtual_stages == 3
-    assert "116 times as" in widgets.tensor().set(hidden=12288, mode="2d").chart.finding
-    with pytest.raises(ValueError, match="device='x': not a number of bytes"):
-        widgets.memory(TINY, device={"a GPU": "x"}, cluster=CLUSTER)
 
 
 def test_closing_a_widget_ends_its_run(widget, monkeypatch):
@@ -370,22 +268,18 @@ REFUSED = [  # widget, settings, the machine, why it is not run, and whether the
     ("tensor", {"ranks": 8}, None, "“Run it” cannot train with 2D, as tp=8 is impossible: ", True),
     ("tensor", {}, MUCH, "would need .* this machine's 1.05 MB: a smaller model", False),
     ("zero", {}, MUCH, "would need .* a smaller model or batch would fit", False),
+    ("offload", {"ranks": 2}, MUCH, "would need .* this machine's 1.05 MB", False),
     ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: choose fewer ranks", True),
-    (
-        "memory",
-        {"layers": 96, "hidden": 12288},
-        None,
-        "2.78 TB, and may take half of this machine's 10 GB",
-        False,
-    ),
+    ("memory", {"layers": 96, "hidden": 12288}, None,
+     "2.78 TB, and may take half of this machine's 10 GB", False),
     ("memory", {"layers": 12, "hidden": 1024, "seq_len": 256}, None, "would take about", False),
-]
+]  # fmt: skip
 
 
 def test_a_cluster_that_states_no_memory_has_no_more_than_this_machine(monkeypatch):
     monkeypatch.setattr(widget_parts, "memory_bytes", lambda: 2**20)
-    with pytest.raises(ValueError, match="this machine's 1.05 MB: a smaller model"):
-        widgets.zero(cluster=CLUSTER.replace(memory=2**62)).run().wait(PATIENCE)
+    run = widgets.zero(cluster=CLUSTER.replace(memory=2**62)).run()
+    refuses("this machine's 1.05 MB: a smaller model", run.wait, PATIENCE)
 
 
 @pytest.mark.parametrize("make", [widgets.zero, widgets.tensor, widgets.pipeline])
@@ -403,8 +297,7 @@ def test_what_cannot_run_here_is_refused_in_words(
     widget = make(name).set(**knobs)
     assert widget.state == "idle" and widget._run_button.disabled is blocked
     assert not blocked or why in said(widget)
-    with pytest.raises(ValueError, match=why):
-        widget.run().wait(PATIENCE)
+    refuses(why, widget.run().wait, PATIENCE)
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
 
 
@@ -413,22 +306,17 @@ def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, n
     widget = make(name)
     monkeypatch.setattr(type(widget), "longest", 0.0)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
-    seconds = widget.steps * widget.values.predicted.step_time
-    assert f"would take about {widget_parts.duration(seconds)} here" in widget._refused(
-        widget.values
-    )
+    took = widget_parts.duration(widget.steps * widget.values.predicted.step_time)
+    assert f"would take about {took} here" in widget._refused(widget.values)
 
 
-def test_a_machine_that_is_measured_again_does_not_move_an_explorer(monkeypatch):
+def test_a_machine_that_is_measured_again_does_not_move_an_explorer(make, monkeypatch):
     """One that was measured next to busy programs is, once they are done."""
     again = CLUSTER.replace(flops=2 * CLUSTER.flops)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
     widget = pl.explore()
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: again)
-    try:
-        assert widget._cluster(widget.set(microbatches=8).at()) == CLUSTER != again
-    finally:
-        widget.close()
+    assert widget._cluster(widget.set(microbatches=8).at()) == CLUSTER
 
 
 def test_the_machine_is_the_one_that_a_run_would_take(monkeypatch):
@@ -443,10 +331,10 @@ def test_the_machine_is_the_one_that_a_run_would_take(monkeypatch):
     monkeypatch.setattr(pl.Cluster, "local", local)
     found = lambda ranks: "cuda" if ranks <= 2 else "cpu"  # noqa: E731
     monkeypatch.setattr(widget_parts, "device_of_run", found)
-    for name, few, many in [
-        ("data_parallel", {"ranks": 2}, {"ranks": 4}), ("tensor1d", {"ranks": 2}, {"ranks": 4}),
-        ("offload", {"ranks": 2}, {"ranks": 4}), ("explore", {"pp": 1}, {"pp": 2}),
-    ]:  # fmt: skip
+    few, many = {"ranks": 2}, {"ranks": 4}
+    for name in ("data_parallel", "tensor1d", "offload", "explore"):
+        if name == "explore":
+            few, many = {"pp": 1}, {"pp": 2}
         widget = getattr(widgets, name)()
         assert widget.at(**few).cluster.flops == gpus.flops, name
         assert widget.at(**many).cluster.flops == CLUSTER.flops, name
