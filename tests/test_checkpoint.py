@@ -38,10 +38,6 @@ from paralab.report.storage import seal
 from refusals import refuses
 
 ROOT = Path(__file__).resolve().parent.parent
-# AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of
-# additions decides which way its weight goes. Over the few steps here; SGD needs no such allowance.
-ADAMW_TOLERANCE = 2e-3
-
 PLANS = {
     "one device": pl.Plan(microbatches=4),
     "dp=2": pl.Plan(dp=2, microbatches=2),
@@ -80,9 +76,8 @@ def latest(folder: Path) -> Path:
 
 
 # ---- going on -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, deep, tmp_path, optimizer):
-    plan, same = PLANS["dp=2"], {"optimizer": optimizer, "keep_state": True, "clip_norm": 1.0}
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, deep, tmp_path):
+    plan, same = PLANS["dp=2"], {"keep_state": True, "clip_norm": 1.0}
     whole = run(deep, plan, steps=4, **same)
     first = run(deep, plan, steps=2, save=tmp_path, **same)
     second = run(deep, plan, steps=2, resume=tmp_path, **same)
@@ -107,15 +102,17 @@ def test_in_mixed_precision_master_weights_and_loss_scale_go_on_too(run, deep, t
 
 
 def test_a_training_changes_its_plan_at_every_stop_and_stays_the_same(run, deep, tmp_path):
-    whole = run(deep, PLANS["one device"], steps=5, keep_state=True)
+    """With an untied head, and with SGD, so that no tolerance is needed but that of additions."""
+    model, same = deep.replace(tied=False), {"optimizer": "sgd", "keep_state": True}
+    whole = run(model, PLANS["one device"], steps=4, **same)
     losses: list[float] = []
-    for name in ("dp=2", "pp=2", "zero 3", "zero 1", "zero 3, pp=2"):
+    for name in ("dp=2", "zero 3", "interleaved", "zero 3, pp=2"):
         folder = tmp_path if losses else None
-        part = run(deep, PLANS[name], steps=1, save=tmp_path, resume=folder, keep_state=True)
+        part = run(model, PLANS[name], steps=1, save=tmp_path, resume=folder, **same)
         losses += part.losses
     assert losses == pytest.approx(whole.losses, rel=1e-5)
     gap, name = worst(whole.weights, part.weights)
-    assert gap < ADAMW_TOLERANCE, name
+    assert gap < 1e-5, name
 
 
 def _restored(context: Any, model: pl.ModelSpec, plans: list[pl.Plan], folder: str) -> list[dict]:
@@ -176,14 +173,13 @@ def test_every_plan_reads_every_bit_of_the_state(name, deep, restored):
     assert all(part["counters"] == {"optimizer_steps": 2.0} for part in parts)
 
 
-@pytest.mark.parametrize("name", ["dp=3", "interleaved", "hsdp"])
+@pytest.mark.parametrize("name", ["interleaved", "hsdp"])
 def test_a_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, saved, tmp_path):
     plan, psi = PLANS[name], deep.num_params
     run(deep, plan, steps=1, save=tmp_path, resume=saved, resume_changes=("global_batch",))
     found = checkpoints.find(tmp_path)
-    assert (
-        found.step == 3 and found.model == deep.resolved(gpus=False) and found.plan["pp"] == plan.pp
-    )
+    assert found.step == 3 and found.plan["pp"] == plan.pp
+    assert found.model == deep.resolved(gpus=False)
     assert found.files.keys() == {f"rank-{r}.safetensors" for r in range(plan.world_size)}
     wrote = dict.fromkeys(found.files, 0)
     for box in (box for tensor in found.tensors.values() for box in tensor.boxes):
@@ -210,15 +206,6 @@ def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
             assert boxes.stored(name, said).shape == asked[name], (name, plan)
 
 
-def test_an_untied_head_travels_too(run, tmp_path):
-    model = pl.ModelSpec(layers=2, hidden=16, heads=2, seq_len=8, tied=False)
-    whole = run(model, pl.Plan(dp=2), steps=3, keep_state=True)
-    run(model, pl.Plan(dp=2, zero_stage=3), steps=2, save=tmp_path)
-    rest = run(model, pl.Plan(dp=2), steps=1, resume=tmp_path, keep_state=True)
-    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-    assert worst(whole.weights, rest.weights)[0] < ADAMW_TOLERANCE
-
-
 def test_the_last_two_are_kept_and_every_so_many_steps_count_from_the_start(run, model, tmp_path):
     plan = pl.Plan(dp=2)
     run(model, plan, steps=5, save=tmp_path, save_every=2)
@@ -236,22 +223,21 @@ def names(folder: Path) -> list[str]:
 
 
 # ---- refusals -----------------------------------------------------------------------------------
-def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, tmp_path):
+def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, saved, tmp_path, lone):
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "paralab.json").write_text('{"format": "another"}')
+    there = f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}"
     for path, said in (
         ("nowhere", "there is no such folder"),
         ("file", "it is a file"),
         ("empty", "it has no file 'latest' that names a checkpoint"),
         ("other", "its paralab.json is not the index of a checkpoint"),
+        (saved / "step-00000009", f"newer checkpoints may have replaced it.*{there}"),
     ):
-        refuses(f"^resume=.*{said}.*; legal: ", run, deep, resume=tmp_path / path)
+        refuses(f"^resume=.*{said}", run, deep, resume=tmp_path / path)
     refuses("resume=3: not a path", run, deep, resume=3)
-
-
-def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, saved):
     for settings, said in (
         ({"model": deep.replace(layers=2)}, "its model has layers=4, this model has layers=2; lega"
          "l: a model with layers=4, or resume=None"),
@@ -261,70 +247,56 @@ def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, save
         refuses(said, run, settings.pop("model", deep), resume=saved, **settings)
 
 
-def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, tmp_path):
-    plan, other = PLANS["dp=2"], tmp_path / "other"
-    other.write_text("Another text. " * 30)
+def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, text, tmp_path):
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes()[:-1] + b"?")  # as long as the text
+    asked, changed = {"plan": PLANS["dp=2"], "steps": 1, "resume": saved}, {}
+    every = {"lr", "clip_norm", "global_batch", "data"}
     for name, settings, was, now in (
         ("lr", {"lr": 0.5}, "0.001", "0.5"),
         ("clip_norm", {"clip_norm": 1.0}, "None", "1.0"),
         ("global_batch", {"plan": PLANS["dp=3"]}, "8", "12"),
-        ("data", {"data": other}, "'[0-9]+ bytes, sha256 [0-9a-f]{64}'", "'420 bytes, sha256 .*'"),
+        ("data", {"data": other}, "'[0-9]+ bytes, sha256 [0-9a-f]{64}'", "'[0-9]+ bytes, sha256 "),
     ):
-        asked = {"plan": plan, "steps": 1, "resume": saved, **settings}
-        said = f"trained with {name}={was}, this run has {name}={now}; legal: {name}={was}, or re"
-        refuses(said, run, deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
-        assert run(deep, **asked, resume_changes=[name]).meta["first_step"] == 2
+        said = f"trained with {name}={was}, this run has {name}={now}.*; legal: {name}={was}, or re"
+        refuses(said, run, deep, **asked | settings, resume_changes=every - {name})
+        changed |= settings
+    assert run(deep, **asked | changed, resume_changes=every).meta["first_step"] == 2
+    shutil.copy(text, other)  # equal text elsewhere is the same data
+    assert run(deep, **asked, data=other).meta["first_step"] == 2
     for changes, said in (
         ("lr", r"^resume_changes='lr': not a tuple of names; legal: some of \('lr', 'glob"),
-        (
-            ("seed",),
-            "^resume_changes='seed': unknown choice; legal: 'lr' .* 'data'",
-        ),
+        (("seed",), "^resume_changes='seed': unknown choice; legal: 'lr' .* 'data'"),
         (3, "^resume_changes=3: not a tuple"),
     ):
         refuses(said, run, deep, resume=saved, resume_changes=changes)
-    with pytest.raises(ValueError, match="resume_changes=.*: there is nothing to resume; legal: "):
-        run(deep, resume_changes=("lr",))
+    refuses("^resume_changes=.*: there is nothing to res", run, deep, resume_changes=("lr",))
 
 
-def test_equal_text_elsewhere_is_the_same_data(run, deep, saved, text, tmp_path):
-    moved = tmp_path / "moved"
-    shutil.copy(text, moved)
-    assert run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved).meta["first_step"] == 2
-    moved.write_bytes(moved.read_bytes()[:-1] + b"?")  # as long as before
-    refuses("trained with data=", run, deep, PLANS["dp=2"], steps=1, resume=saved, data=moved)
-
-
-def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
-    run, deep, saved, tmp_path
-):
+def test_a_file_cut_short_or_gone_is_named_and_the_one_before_works(run, deep, saved, tmp_path):
     folder = copy_of(saved, tmp_path)
     victim = latest(folder) / "rank-1.safetensors"
     size = victim.stat().st_size
     os.truncate(victim, size // 2)
     refuses(rf"rank-1.safetensors'.* {size // 2} bytes, but {size} were", run, deep, resume=folder)
     victim.unlink()
-    with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
-        run(deep, resume=folder)
-    assert str(caught.value).endswith(
-        f"or the other checkpoint in the folder, {folder / 'step-00000001'}"
-    )
-    rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
-    assert rest.meta["first_step"] == 1
+    other = folder / "step-00000001"
+    said = f"{victim.name}': the file is missing.*or the other checkpoint in the folder, {other}$"
+    refuses(said, run, deep, resume=folder)
+    assert run(deep, PLANS["one device"], steps=1, resume=other).meta["first_step"] == 1
     shutil.rmtree(victim.parent)
     with pytest.warns(UserWarning, match="no longer there: the run resumes from step-00000001"):
         assert checkpoints.find(folder).step == 1
 
 
-@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors"])
-def test_a_changed_byte_is_found_by_the_ranks(run, deep, saved, tmp_path, file):
+def test_a_changed_byte_is_found_by_the_ranks(run, deep, saved, tmp_path):
     folder = copy_of(saved, tmp_path)
-    victim = latest(folder) / file
+    victim = latest(folder) / "rank-1.safetensors"
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file}': its content does not match its ch.*; legal: "):
-        run(deep, PLANS["dp=2"], resume=folder)
+    said = f"{victim.name}': its content does not match its ch.*; legal: "
+    refuses(said, run, deep, PLANS["dp=2"], resume=folder)
 
 
 def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
@@ -335,9 +307,8 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     refuses("not match its own checksum: the checkpoint is damag", run, deep, resume=folder)
     for version in (3, 1, -1, "2", None):
         about.write_text(json.dumps({**said, "version": version}))
-        refuses(
-            f"its format version is {version!r}, and this paralab reads", run, deep, resume=folder
-        )
+        said_of_it = f"its format version is {version!r}, and this paralab reads"
+        refuses(said_of_it, run, deep, resume=folder)
     for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
         about.write_text(content)
         refuses("paralab.json': it cannot be read", run, deep, resume=folder)
@@ -405,8 +376,8 @@ CRAFTED = {
 def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, saved, tmp_path, how, lone):
     change, said = CRAFTED[how]
     crafted(folder := copy_of(saved, tmp_path), change)
-    with pytest.raises(ValueError, match=f"^resume='.*({said}).*: the checkpoint is damaged; le"):
-        run(deep, PLANS["dp=2"], resume=folder)
+    said = f"^resume='.*({said}).*: the checkpoint is damaged; le"
+    refuses(said, run, deep, PLANS["dp=2"], resume=folder)
 
 
 @pytest.fixture
@@ -465,9 +436,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run,
     (tmp_path / "file").write_text("text")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         refuses("^save=.*the folder cannot be created: .*; legal: ", run, deep, save=path)
-    with pytest.raises(ValueError, match="memory_limit"):  # nor is one made for what is refused
-        run(deep, save=tmp_path / "new", memory_limit="none")
-    assert not (tmp_path / "new").exists()
+    refuses("^save=.*: its name is not UTF-8", run, deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
+    refuses("memory_limit", run, deep, save=tmp_path / "new", memory_limit="none")
+    assert not (tmp_path / "new").exists()  # nor is one made for what is refused
     refuses("save_every=2: there is no folder to save into", run, deep, save_every=2)
     refuses("save_every=0: out of range", run, deep, save=tmp_path, save_every=0)
 
@@ -480,20 +451,9 @@ def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_pa
         refuses(goes_on, run, deep, plan, steps=1, save=copy, resume=resume)
     os.remove(copy / "latest")
     refuses(goes_on, run, deep, plan, steps=1, save=copy)
-    with pytest.raises(ValueError, match="^save=.*: it is a single checkpoint; legal: the fol"):
-        run(deep, plan, steps=1, save=copy / "step-00000002")
+    single = "^save=.*: it is a single checkpoint; legal: the fol"
+    refuses(single, run, deep, plan, steps=1, save=copy / "step-00000002")
     assert names(copy) == ["step-00000001", "step-00000002"]
-
-
-def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_path):
-    refuses("^save=.*: its name is not UTF-8", run, deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
-
-
-def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
-    gone = saved / "step-00000009"
-    with pytest.raises(ValueError, match="newer checkpoints may have replaced it") as said:
-        checkpoints.find(gone)
-    assert f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}" in str(said.value)
 
 
 def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
