@@ -1,7 +1,6 @@
 """The bubble: one definition on every clock, next to its formula and its simulation."""
 
 import dataclasses
-import math
 
 import pytest
 
@@ -10,6 +9,7 @@ import synthetic
 from paralab.report.report import Report
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
+from refusals import refuses
 from stated import FREE, SCHEDULES, as_measured, cluster, mixed, plan_of
 from stated import MODEL as SMALL
 
@@ -71,14 +71,8 @@ def test_an_outline_does_not_tell_messages_from_idle_time():
     found = pl.predict(MODEL, plan_of("1f1b"), cluster(), steps=1, detail="actions")
     times = found.pipeline_times()
     assert times["p2p"].isna().all() and (times["idle"] > 0).any()
-
-
-@pytest.mark.parametrize("asked", [pl.Report.pipeline_times, schedule_of, ideal])
-def test_a_step_that_the_report_does_not_have_is_refused(asked):
-    report = pl.predict(MODEL, plan_of("1f1b", pp=2, microbatches=2), cluster(), steps=2)
-    for step, words in ((9, r"step=9: .*legal: 0 \| 1"), (-1, "step=-1"), (0.5, "not a whole")):
-        with pytest.raises(ValueError, match=words):
-            asked(report, step=step)
+    for step, words in ((9, "step=9: .*legal: 0"), (-1, "step=-1"), (0.5, "not a whole")):
+        refuses(words, found.pipeline_times, step=step)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -96,15 +90,6 @@ def test_the_table_has_formula_simulation_and_the_reports_own_bubble(name):
     expected = bubble_formula(name, 4, 8, plan.virtual_stages, *costs)
     assert share["formula"] == pytest.approx(expected)
     assert (share / (1 - share)).tolist() == pytest.approx(over.tolist())
-
-
-def test_a_schedule_of_ones_own_has_no_formula():
-    def mine(pp, microbatches):
-        return plan_of("gpipe", pp, microbatches).actions()
-
-    table = pl.predict(MODEL, plan_of(mine), cluster()).bubbles()
-    assert math.isnan(table.loc["bubble", "formula"])
-    assert table.loc["bubble", "simulated"] > 0
 
 
 def test_a_measured_report_shows_its_replay_before_the_wall_clock():
@@ -159,7 +144,6 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
     assert "bubble" not in pl.compare(flat, as_measured(flat)).table.index
 
 
-# ---- real runs --------------------------------------------------------------------------------
 BALANCED = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=64, vocab=256)
 
 
