@@ -3,9 +3,6 @@
 What being killed at any moment does is in test_checkpoint_killed.py.
 """
 
-from __future__ import annotations
-
-import ast
 import errno
 import json
 import math
@@ -38,21 +35,15 @@ from paralab.report.storage import seal
 from refusals import refuses
 
 ROOT = Path(__file__).resolve().parent.parent
-# AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of
-# additions decides which way its weight goes. Over the few steps here; SGD needs no such allowance.
-ADAMW_TOLERANCE = 2e-3
-
 PLANS = {
     "one device": pl.Plan(microbatches=4),
     "dp=2": pl.Plan(dp=2, microbatches=2),
     "dp=3": pl.Plan(dp=3, microbatches=2),
-    "pp=2": pl.Plan(pp=2, microbatches=4),
     "interleaved": pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=4),
     "zero 1": pl.Plan(dp=2, zero_stage=1, microbatches=2),
     "zero 2": pl.Plan(dp=3, zero_stage=2, microbatches=2, bucket_bytes=20_000),
     "zero 3": pl.Plan(dp=4, zero_stage=3),
     "hsdp": pl.Plan(dp=4, zero_stage=3, shard=2),
-    "zero 1, pp=2": pl.Plan(dp=2, pp=2, zero_stage=1, microbatches=2),
     "zero 3, pp=2": pl.Plan(dp=2, pp=2, zero_stage=3, microbatches=2),
 }
 
@@ -71,8 +62,10 @@ def saved(run, deep, tmp_path_factory) -> Path:
     return folder
 
 
-def copy_of(folder: Path, into: Path) -> Path:
-    return Path(shutil.copytree(folder, into / "copy"))
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    """A copy of that folder, for a test to spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def latest(folder: Path) -> Path:
@@ -80,61 +73,58 @@ def latest(folder: Path) -> Path:
 
 
 # ---- going on -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, deep, tmp_path, optimizer):
-    plan, same = PLANS["dp=2"], {"optimizer": optimizer, "keep_state": True, "clip_norm": 1.0}
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, deep, tmp_path):
+    """Of mixed precision the master weights and the loss scale go on too."""
+    plan = pl.Plan(dp=2, zero_stage=2, precision="fp16", microbatches=2)
+    same = {"keep_state": True, "clip_norm": 1.0}
     whole = run(deep, plan, steps=4, **same)
     first = run(deep, plan, steps=2, save=tmp_path, **same)
-    second = run(deep, plan, steps=2, resume=tmp_path, **same)
+    second = run(deep, plan, steps=2, resume=tmp_path, save=tmp_path, **same)
     assert first.losses + second.losses == whole.losses
     assert second.meta["first_step"] == 2 and whole.meta["first_step"] == 0
     assert worst(whole.weights, second.weights)[0] == 0.0
     assert worst(whole.gradients, second.gradients)[0] == 0.0
-
-
-def test_in_mixed_precision_master_weights_and_loss_scale_go_on_too(run, deep, tmp_path):
-    plan = pl.Plan(dp=2, zero_stage=2, precision="fp16", microbatches=2)
-    whole = run(deep, plan, steps=4, keep_state=True)
-    first = run(deep, plan, steps=2, save=tmp_path)
-    second = run(deep, plan, steps=2, resume=tmp_path, save=tmp_path, keep_state=True)
-    assert first.losses + second.losses == whole.losses
-    assert worst(whole.weights, second.weights)[0] == 0.0
     scale = {"loss_scale.value": 2.0**16, "loss_scale.good_steps": 4.0}
     assert checkpoints.find(tmp_path).counters == {"optimizer_steps": 4.0, **scale}
-    masters = tmp_path / "step-00000002"
-    plain = run(deep, PLANS["dp=2"], steps=1, resume=masters)  # fp32 goes on from them
+    masters = tmp_path / "step-00000002"  # from which fp32 goes on
+    plain = run(deep, PLANS["dp=2"], steps=1, resume=masters, clip_norm=1.0)
     assert plain.losses == pytest.approx(whole.losses[2:3], rel=1e-2)
 
 
 def test_a_training_changes_its_plan_at_every_stop_and_stays_the_same(run, deep, tmp_path):
-    whole = run(deep, PLANS["one device"], steps=5, keep_state=True)
+    """With an untied head, and with SGD, so that no tolerance is needed but that of additions."""
+    model, same = deep.replace(tied=False), {"optimizer": "sgd", "keep_state": True}
+    whole = run(model, PLANS["one device"], steps=4, **same)
     losses: list[float] = []
-    for name in ("dp=2", "pp=2", "zero 3", "zero 1", "zero 3, pp=2"):
+    for name in ("dp=2", "zero 3", "interleaved", "zero 3, pp=2"):
         folder = tmp_path if losses else None
-        part = run(deep, PLANS[name], steps=1, save=tmp_path, resume=folder, keep_state=True)
+        part = run(model, PLANS[name], steps=1, save=tmp_path, resume=folder, **same)
         losses += part.losses
     assert losses == pytest.approx(whole.losses, rel=1e-5)
     gap, name = worst(whole.weights, part.weights)
-    assert gap < ADAMW_TOLERANCE, name
+    assert gap < 1e-5, name
+    last = checkpoints.find(tmp_path)
+    assert (last.step, last.plan["pp"], last.model) == (4, 2, model.resolved(gpus=False))
+    assert last.files.keys() == {f"rank-{r}.safetensors" for r in range(4)}
 
 
 def _restored(context: Any, model: pl.ModelSpec, plans: list[pl.Plan], folder: str) -> list[dict]:
     """In a rank: what a trainer under each plan has after loading."""
-    return [_loaded(context, model, plan, folder) for plan in plans]
-
-
-def _loaded(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> dict[str, Any]:
-    trainer = Trainer(context, model, plan)
-    checkpoint.load(trainer, folder)
-    tensors = [(kind, piece.name, piece.offsets, np.array(values))
-               for piece in pieces(trainer.state)
-               for kind, values in {"weight": piece.weight, **piece.state}.items()]  # fmt: skip
-    used = {
-        "embedding.token.weight" if model.tied and name == "head.output.weight" else name: p.numpy()
-        for value, unit in trainer.state.store.items() if value[0] == "w"
-        for name, p in unit.views.items()
-    }  # fmt: skip
-    return {"pieces": tensors, "used": used, "counters": trainer.state.counters()}
+    found = []
+    for plan in plans:
+        trainer = Trainer(context, model, plan)
+        checkpoint.load(trainer, folder)
+        tensors = [(kind, piece.name, piece.offsets, np.array(values))
+                   for piece in pieces(trainer.state)
+                   for kind, values in {"weight": piece.weight, **piece.state}.items()]  # fmt: skip
+        alias = {"head.output.weight": "embedding.token.weight"} if model.tied else {}
+        used = {
+            alias.get(name, name): p.numpy()
+            for value, unit in trainer.state.store.items() if value[0] == "w"
+            for name, p in unit.views.items()
+        }  # fmt: skip
+        found.append({"pieces": tensors, "used": used, "counters": trainer.state.counters()})
+    return found
 
 
 def assembled(parts: list[dict[str, Any]], model: pl.ModelSpec) -> dict[str, np.ndarray]:
@@ -176,25 +166,10 @@ def test_every_plan_reads_every_bit_of_the_state(name, deep, restored):
     assert all(part["counters"] == {"optimizer_steps": 2.0} for part in parts)
 
 
-@pytest.mark.parametrize("name", ["dp=3", "interleaved", "hsdp"])
-def test_a_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, saved, tmp_path):
-    plan, psi = PLANS[name], deep.num_params
-    run(deep, plan, steps=1, save=tmp_path, resume=saved, resume_changes=("global_batch",))
-    found = checkpoints.find(tmp_path)
-    assert (
-        found.step == 3 and found.model == deep.resolved(gpus=False) and found.plan["pp"] == plan.pp
-    )
-    assert found.files.keys() == {f"rank-{r}.safetensors" for r in range(plan.world_size)}
-    wrote = dict.fromkeys(found.files, 0)
-    for box in (box for tensor in found.tensors.values() for box in tensor.boxes):
-        wrote[box.file] += 4 * math.prod(box.sizes)
-    assert sum(wrote.values()) == 12 * psi  # every element once
-    assert max(wrote.values()) < 1.6 * 12 * psi / plan.world_size
-
-
-def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
-    """Without ranks: what each of them would keep is asked of the program."""
-    for _, model, plan, _ in pairwise.cover().cases:
+def test_what_the_ranks_write_tiles_every_tensor_and_they_share_the_writing(deep):
+    """Under every pair of settings; without ranks: the program says what each of them keeps."""
+    cases = [(model, plan) for _, model, plan, _ in pairwise.cover().cases]
+    for model, plan in [*cases, *((deep, plan) for plan in PLANS.values())]:
         program, held = compiled(model, plan, optimizer="sgd", clips=False), []
         for at in map(plan.place, range(plan.world_size)):
             state = SimpleNamespace(
@@ -204,19 +179,13 @@ def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
             )  # fmt: skip
             kept = [(f"weight/{p.name}", p.offsets, tuple(p.weight.shape)) for p in pieces(state)]
             held.append(kept)
-        asked = checkpoints.shapes(model, "sgd")
-        index = boxes.index(asked, chain(*boxes.assigned(held)))
+        asked, written = checkpoints.shapes(model, "sgd"), boxes.assigned(held)
+        index = boxes.index(asked, chain(*written))
         for name, said in json.loads(json.dumps(index)).items():
             assert boxes.stored(name, said).shape == asked[name], (name, plan)
-
-
-def test_an_untied_head_travels_too(run, tmp_path):
-    model = pl.ModelSpec(layers=2, hidden=16, heads=2, seq_len=8, tied=False)
-    whole = run(model, pl.Plan(dp=2), steps=3, keep_state=True)
-    run(model, pl.Plan(dp=2, zero_stage=3), steps=2, save=tmp_path)
-    rest = run(model, pl.Plan(dp=2), steps=1, resume=tmp_path, keep_state=True)
-    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-    assert worst(whole.weights, rest.weights)[0] < ADAMW_TOLERANCE
+        if model == deep:
+            most = max(sum(math.prod(box.sizes) for box in share) for share in written)
+            assert most < 1.6 * deep.num_params / plan.world_size
 
 
 def test_the_last_two_are_kept_and_every_so_many_steps_count_from_the_start(run, model, tmp_path):
@@ -236,22 +205,21 @@ def names(folder: Path) -> list[str]:
 
 
 # ---- refusals -----------------------------------------------------------------------------------
-def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, tmp_path):
+def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, saved, tmp_path, lone):
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "paralab.json").write_text('{"format": "another"}')
+    there = f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}"
     for path, said in (
         ("nowhere", "there is no such folder"),
         ("file", "it is a file"),
         ("empty", "it has no file 'latest' that names a checkpoint"),
         ("other", "its paralab.json is not the index of a checkpoint"),
+        (saved / "step-00000009", f"newer checkpoints may have replaced it.*{there}"),
     ):
-        refuses(f"^resume=.*{said}.*; legal: ", run, deep, resume=tmp_path / path)
+        refuses(f"^resume=.*{said}", run, deep, resume=tmp_path / path)
     refuses("resume=3: not a path", run, deep, resume=3)
-
-
-def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, saved):
     for settings, said in (
         ({"model": deep.replace(layers=2)}, "its model has layers=4, this model has layers=2; lega"
          "l: a model with layers=4, or resume=None"),
@@ -261,86 +229,63 @@ def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, save
         refuses(said, run, settings.pop("model", deep), resume=saved, **settings)
 
 
-def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, tmp_path):
-    plan, other = PLANS["dp=2"], tmp_path / "other"
-    other.write_text("Another text. " * 30)
+def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, text, tmp_path):
+    other, digest = tmp_path / "other", "'[0-9]+ bytes, sha256 [0-9a-f]{64}'"
+    other.write_bytes(text.read_bytes()[:-1] + b"?")  # as long as the text
+    asked, changed = {"plan": PLANS["dp=2"], "steps": 1, "resume": saved}, {}
+    every = {"lr", "clip_norm", "global_batch", "data"}
     for name, settings, was, now in (
         ("lr", {"lr": 0.5}, "0.001", "0.5"),
         ("clip_norm", {"clip_norm": 1.0}, "None", "1.0"),
         ("global_batch", {"plan": PLANS["dp=3"]}, "8", "12"),
-        ("data", {"data": other}, "'[0-9]+ bytes, sha256 [0-9a-f]{64}'", "'420 bytes, sha256 .*'"),
+        ("data", {"data": other}, digest, digest),
     ):
-        asked = {"plan": plan, "steps": 1, "resume": saved, **settings}
         said = f"trained with {name}={was}, this run has {name}={now}; legal: {name}={was}, or re"
-        refuses(said, run, deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
-        assert run(deep, **asked, resume_changes=[name]).meta["first_step"] == 2
+        refuses(said, run, deep, **asked | settings, resume_changes=every - {name})
+        changed |= settings
+    assert run(deep, **asked | changed, resume_changes=every).meta["first_step"] == 2
+    shutil.copy(text, other)  # equal text elsewhere is the same data
+    assert run(deep, **asked, data=other).meta["first_step"] == 2
     for changes, said in (
         ("lr", r"^resume_changes='lr': not a tuple of names; legal: some of \('lr', 'glob"),
-        (
-            ("seed",),
-            "^resume_changes='seed': unknown choice; legal: 'lr' .* 'data'",
-        ),
+        (("seed",), "^resume_changes='seed': unknown choice; legal: 'lr' .* 'data'"),
         (3, "^resume_changes=3: not a tuple"),
     ):
         refuses(said, run, deep, resume=saved, resume_changes=changes)
-    with pytest.raises(ValueError, match="resume_changes=.*: there is nothing to resume; legal: "):
-        run(deep, resume_changes=("lr",))
+    refuses("^resume_changes=.*: there is nothing to res", run, deep, resume_changes=("lr",))
 
 
-def test_equal_text_elsewhere_is_the_same_data(run, deep, saved, text, tmp_path):
-    moved = tmp_path / "moved"
-    shutil.copy(text, moved)
-    assert run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved).meta["first_step"] == 2
-    moved.write_bytes(moved.read_bytes()[:-1] + b"?")  # as long as before
-    refuses("trained with data=", run, deep, PLANS["dp=2"], steps=1, resume=saved, data=moved)
-
-
-def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
-    run, deep, saved, tmp_path
-):
-    folder = copy_of(saved, tmp_path)
-    victim = latest(folder) / "rank-1.safetensors"
-    size = victim.stat().st_size
+def test_a_file_changed_cut_or_gone_is_named_and_the_one_before_works(run, deep, copy):
+    victim = latest(copy) / "rank-1.safetensors"
+    content, size = bytearray(victim.read_bytes()), victim.stat().st_size
+    content[size // 2] ^= 1
+    victim.write_bytes(content)
+    changed = f"{victim.name}': its content does not match its ch.*; legal: "  # the ranks find it
+    refuses(changed, run, deep, PLANS["dp=2"], resume=copy)
     os.truncate(victim, size // 2)
-    refuses(rf"rank-1.safetensors'.* {size // 2} bytes, but {size} were", run, deep, resume=folder)
+    refuses(rf"rank-1.safetensors'.* {size // 2} bytes, but {size} were", run, deep, resume=copy)
     victim.unlink()
-    with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
-        run(deep, resume=folder)
-    assert str(caught.value).endswith(
-        f"or the other checkpoint in the folder, {folder / 'step-00000001'}"
-    )
-    rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
-    assert rest.meta["first_step"] == 1
+    other = copy / "step-00000001"
+    said = f"{victim.name}': the file is missing.*or the other checkpoint in the folder, {other}$"
+    refuses(said, run, deep, resume=copy)
+    assert run(deep, PLANS["one device"], steps=1, resume=other).meta["first_step"] == 1
     shutil.rmtree(victim.parent)
     with pytest.warns(UserWarning, match="no longer there: the run resumes from step-00000001"):
-        assert checkpoints.find(folder).step == 1
+        assert checkpoints.find(copy).step == 1
 
 
-@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors"])
-def test_a_changed_byte_is_found_by_the_ranks(run, deep, saved, tmp_path, file):
-    folder = copy_of(saved, tmp_path)
-    victim = latest(folder) / file
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file}': its content does not match its ch.*; legal: "):
-        run(deep, PLANS["dp=2"], resume=folder)
-
-
-def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
-    folder = copy_of(saved, tmp_path)
-    about = latest(folder) / "paralab.json"
+def test_a_damaged_description_is_refused(run, deep, copy):
+    about = latest(copy) / "paralab.json"
     said = json.loads(about.read_text())
     about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
-    refuses("not match its own checksum: the checkpoint is damag", run, deep, resume=folder)
+    refuses("not match its own checksum: the checkpoint is damag", run, deep, resume=copy)
     for version in (3, 1, -1, "2", None):
         about.write_text(json.dumps({**said, "version": version}))
-        refuses(
-            f"its format version is {version!r}, and this paralab reads", run, deep, resume=folder
-        )
+        said_of_it = f"its format version is {version!r}, and this paralab reads"
+        refuses(said_of_it, run, deep, resume=copy)
     for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
         about.write_text(content)
-        refuses("paralab.json': it cannot be read", run, deep, resume=folder)
+        refuses("paralab.json': it cannot be read", run, deep, resume=copy)
 
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -379,14 +324,11 @@ CRAFTED = {
     "the key of another tensor": (_key_of_another, "' in it is F32 of shape .*, not F32 of sh"),
     "outside": (_of("offsets", [1, 0]), "a box of .* at .* is not inside"),
     "negative": (_of("offsets", [-1, 0]), "offsets is .*, not whole numbers"),
-    "yes for 1": (_of("offsets", [True, 0]), "offsets is .*, not whole numbers"),
-    "one dimension": (_of("offsets", [0]), TENSOR),
     "a box missing": (lambda body: body["tensors"][TENSOR]["boxes"].pop(),
                       f"{TENSOR}: the checkpoint has only [0-9]+ of its 1600 elements"),
     "a box twice": (lambda body: body["tensors"][TENSOR]["boxes"].append(
         body["tensors"][TENSOR]["boxes"][0]), "two boxes hold the element at"),
     "no boxes": (lambda body: body["tensors"][TENSOR].pop("boxes"), f"{TENSOR}: boxes is missing"),
-    "a list for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append([]), TENSOR),
     "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
                        f"{TENSOR} is missing in it"),
@@ -397,16 +339,15 @@ CRAFTED = {
                        "optimizer_steps has type str, not float"),
     "a step before the first": (lambda body: body.update(step=-1), "step=-1: out of range"),
     "no rate": (lambda body: body.pop("lr"), "lr is missing"),
-    "no width": (lambda body: body["model"].update(hidden=[]), "hidden=.*not a whole number"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, saved, tmp_path, how, lone):
+def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, copy, how, lone):
     change, said = CRAFTED[how]
-    crafted(folder := copy_of(saved, tmp_path), change)
-    with pytest.raises(ValueError, match=f"^resume='.*({said}).*: the checkpoint is damaged; le"):
-        run(deep, PLANS["dp=2"], resume=folder)
+    crafted(copy, change)
+    said = f"^resume='.*({said}).*: the checkpoint is damaged; le"
+    refuses(said, run, deep, PLANS["dp=2"], resume=copy)
 
 
 @pytest.fixture
@@ -426,36 +367,33 @@ class Bomb:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, saved, tmp_path):
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, copy, tmp_path):
     bomb, gone_off = pickle.dumps(Bomb(tmp_path / "bang")), tmp_path / "bang"
     pickle.loads(bomb)
     assert gone_off.is_dir()  # so it works
     gone_off.rmdir()
-    folder = copy_of(saved, tmp_path)
-    victim = latest(folder) / "rank-1.safetensors"
+    victim = latest(copy) / "rank-1.safetensors"
     (victim.parent / ".metadata").write_bytes(bomb)
-    assert run(deep, PLANS["dp=2"], steps=1, resume=folder).meta["first_step"] == 2  # not looked at
+    assert run(deep, PLANS["dp=2"], steps=1, resume=copy).meta["first_step"] == 2  # not looked at
     victim.write_bytes(bomb)
-    crafted(folder, lambda body: body["files"].update({victim.name: checkpoints.facts(victim)}))
-    refuses(f"{victim.name}': safetensors cannot read it", run, deep, PLANS["dp=2"], resume=folder)
+    crafted(copy, lambda body: body["files"].update({victim.name: checkpoints.facts(victim)}))
+    refuses(f"{victim.name}': safetensors cannot read it", run, deep, PLANS["dp=2"], resume=copy)
     assert not gone_off.exists()
 
 
 READ_PICKLES = re.compile(
-    r"(pickle|cloudpickle|marshal|shelve|torch|np|dcp)\.(load|loads|open)"
-    r"|.*\.(Unpickler|read_pickle|allow_pickle)"
+    r"\b(?:pickle|cloudpickle|marshal|shelve|torch|np|dcp)\.(?:loads?|open)\b"
+    r"|Unpickler|read_pickle|allow_pickle"
 )
 
 
 def test_what_is_unpickled_comes_from_this_runs_own_processes():
     """By pipes and a folder that only its owner may enter, which is gone when the call returns."""
-    found = set()
-    for path in (ROOT / "paralab").rglob("*.py"):
-        text = path.read_text()
-        nodes = ast.walk(ast.parse(text)) if READ_PICKLES.search(text) else ()
-        said = (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
-        reads = set(filter(READ_PICKLES.fullmatch, said))
-        found |= {(path.relative_to(ROOT).as_posix(), name) for name in reads}
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in (ROOT / "paralab").rglob("*.py")
+        for name in READ_PICKLES.findall(path.read_text())
+    }
     # what ranks return, and what the process returns that executes a notebook's answers
     own = ("paralab/ranks/process.py", "paralab/ranks/watch.py", "paralab/exercises/graded.py")
     assert found == {(path, "pickle.loads") for path in own}
@@ -465,35 +403,24 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run,
     (tmp_path / "file").write_text("text")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         refuses("^save=.*the folder cannot be created: .*; legal: ", run, deep, save=path)
-    with pytest.raises(ValueError, match="memory_limit"):  # nor is one made for what is refused
-        run(deep, save=tmp_path / "new", memory_limit="none")
-    assert not (tmp_path / "new").exists()
+    refuses("^save=.*: its name is not UTF-8", run, deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
+    refuses("memory_limit", run, deep, save=tmp_path / "new", memory_limit="none")
+    assert not (tmp_path / "new").exists()  # nor is one made for what is refused
     refuses("save_every=2: there is no folder to save into", run, deep, save_every=2)
     refuses("save_every=0: out of range", run, deep, save=tmp_path, save_every=0)
 
 
-def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_path):
+def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, copy):
     """Two checkpoints are kept: the other training's would be gone, without a word."""
-    copy, plan = copy_of(saved, tmp_path), PLANS["dp=2"]
+    plan = PLANS["dp=2"]
     goes_on = "^save=.*: it has step-00000002 of another training.*; legal: resume=.*copy'"
     for resume in (None, saved):
         refuses(goes_on, run, deep, plan, steps=1, save=copy, resume=resume)
     os.remove(copy / "latest")
     refuses(goes_on, run, deep, plan, steps=1, save=copy)
-    with pytest.raises(ValueError, match="^save=.*: it is a single checkpoint; legal: the fol"):
-        run(deep, plan, steps=1, save=copy / "step-00000002")
+    single = "^save=.*: it is a single checkpoint; legal: the fol"
+    refuses(single, run, deep, plan, steps=1, save=copy / "step-00000002")
     assert names(copy) == ["step-00000001", "step-00000002"]
-
-
-def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_path):
-    refuses("^save=.*: its name is not UTF-8", run, deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
-
-
-def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
-    gone = saved / "step-00000009"
-    with pytest.raises(ValueError, match="newer checkpoints may have replaced it") as said:
-        checkpoints.find(gone)
-    assert f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}" in str(said.value)
 
 
 def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
@@ -508,9 +435,7 @@ def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
 
     monkeypatch.setattr("paralab.experiment.launch_program", soon)
     with checkpoints.locked(tmp_path):
-        with pytest.raises(ValueError, match="^save=.*another run saves into it; legal: ") as said:
-            run(deep, save=tmp_path)
-        assert "Traceback" not in str(said.value)
+        refuses("^save=.*another run saves into it; legal: ", run, deep, save=tmp_path)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -539,69 +464,37 @@ def test_what_another_run_saves_after_this_one_was_checked_is_not_replaced(
         assert latest(folder).name == "step-00000005.1"
 
 
-def test_a_checkpoint_that_goes_while_the_ranks_read_it_is_refused_in_words(
-    deep, run, saved, tmp_path, monkeypatch
-):
-    folder = copy_of(saved, tmp_path)
-
-    def replaced(program: Callable, ranks: int, args: tuple, **how: Any) -> Any:
-        def read(*given: Any) -> Any:
-            facts = checkpoints.facts
-
-            def late(file: Path) -> Any:
-                file.parent.rename(folder / ".removed")
-                return facts(file)
-
-            checkpoints.facts = late  # in the rank
-            return program(*given)
-
-        return launch_program(read, ranks, args, **how)
-
-    monkeypatch.setattr("paralab.experiment.launch_program", replaced)
-    said = "it no longer exists; newer .*; legal: .*/step-00000001"
-    refuses(said, run, deep, PLANS["one device"], steps=1, resume=folder)
-
-
 # ---- a full disk --------------------------------------------------------------------------------
-def _no_room(file: str) -> None:
-    """In a rank: from now on nothing of any size can be written; or paralab.json cannot."""
-    if file == "the tensors":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        return
-
-    def write(file: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-    checkpoints._write = write
+def _no_room(file: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
 @pytest.mark.parametrize(
-    ("full", "file", "said"),
+    ("full", "said"),
     [
-        (1, "the tensors", r"rank 1: .*File too large, in writing a file of 0\.\d+ MB"),
-        (0, "paralab.json", "No space left on device.*paralab.json"),
+        (1, r"rank 1: .*File too large, in writing a file of 0\.\d+ MB"),  # of tensors
+        (0, "No space left on device.*paralab.json"),
     ],
 )
-def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
-    run, deep, saved, tmp_path, text, full, file, said
-):
-    folder = copy_of(saved, tmp_path)
-    before = checkpoints.find(folder)
+def test_a_disk_that_runs_full_leaves_the_checkpoint_before(run, deep, copy, text, full, said):
+    before = checkpoints.find(copy)
 
     def program(context: Any) -> Any:
-        if context.rank == full:
-            _no_room(file)
+        if context.rank == full == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        elif context.rank == full:
+            checkpoints._write = _no_room
         return train(
             context, deep, pl.Plan(dp=2), steps=1, keep_state=False, data=str(text),
-            save=str(folder), resume=str(before.folder), optimizer="adamw",
+            save=str(copy), resume=str(before.folder), optimizer="adamw",
         )  # fmt: skip
 
-    said = f"raised OSError: cannot save the checkpoint of step 3 into {folder}: .*{said}"
+    said = f"raised OSError: cannot save the checkpoint of step 3 into {copy}: .*{said}"
     with pytest.raises(pl.RankError, match=said):
         launch_program(program, 2)
-    assert checkpoints.find(folder) == before
-    assert names(folder) == ["step-00000001", "step-00000002"]
-    assert run(deep, PLANS["dp=2"], steps=1, resume=folder, save=folder).meta["first_step"] == 2
+    assert checkpoints.find(copy) == before
+    assert names(copy) == ["step-00000001", "step-00000002"]
+    assert run(deep, PLANS["dp=2"], steps=1, resume=copy, save=copy).meta["first_step"] == 2
 
 
 @pytest.mark.parametrize("made_again", [False, True])
@@ -633,7 +526,7 @@ def test_a_folder_that_is_removed_during_the_training_is_named_and_left_to_other
 
 
 # ---- where it is called from --------------------------------------------------------------------
-def test_the_command_line_saves_and_resumes(tmp_path, capsys, text):
+def test_the_command_line_saves_and_resumes(tmp_path, text):
     small = ["--layers", "1", "--hidden", "8", "--heads", "1", "--seq-len", "8", "--steps", "2"]
     where = ["--data", str(text), "--checkpoint", str(tmp_path)]
     assert cli.main(["run", *small, *where, "--save-every", "1"]) == 0
@@ -641,6 +534,3 @@ def test_the_command_line_saves_and_resumes(tmp_path, capsys, text):
     other = ["--dp", "2", "--lr", "0.01", "--resume-changes", "lr,global_batch"]
     assert cli.main(["run", *small, *where, "--resume", str(tmp_path), *other]) == 0
     assert latest(tmp_path).name == "step-00000004"
-    with pytest.raises(SystemExit):
-        cli.main(["run", *small, "--resume", str(tmp_path / "nowhere")])
-    assert "there is no such folder; legal: " in capsys.readouterr().err

@@ -4,18 +4,13 @@ First every step that publishing takes, one after the other, without ranks; then
 at random moments.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +24,7 @@ from paralab.launch import _shared_server
 from paralab.report import boxes, checkpoints
 
 FILE = "rank-0.safetensors"
-ROOT = Path(__file__).resolve().parent.parent
-ROUNDS, WITH_THE_CALLER = 8, 1
+ROUNDS = 6
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
 PLAN = pl.Plan(dp=2, zero_stage=2)
 
@@ -157,86 +151,31 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
-def forever(run: Callable[..., Any], folder: Path) -> None:
-    run(MODEL, PLAN, steps=10**6, save=folder, save_every=1, resume=folder)
-
-
-VICTIM = """
-import sys, threading, paralab as pl
-from paralab.launch import _shared_server
-folder, data = sys.argv[1:]
-with _shared_server.turn(None) as server:
-    server.get_ready()
-print("ready", flush=True)
-sys.stdin.readline()
-pl.run(pl.{model}, pl.{plan}, steps=10**6, save=folder, save_every=1, resume=folder, data=data,
-       progress=False)
-"""
-
-
 @pytest.mark.timeout(420)
-def test_killed_at_random_moments_a_training_goes_on_where_it_was(
-    run, text, tmp_path, tmp_path_factory
-):
-    script = VICTIM.format(model=MODEL, plan=PLAN)
-    left = str(
-        tmp_path_factory.mktemp("left")
-    )  # who would remove their folders is killed with them
-    callers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path, text],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": left},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(WITH_THE_CALLER)
-    ]
-    try:
-        _killed_again_and_again(run, tmp_path, callers)
-    finally:
-        for caller in callers:
-            caller.kill()
-            caller.communicate()
-
-
-def _killed_again_and_again(
-    run: Callable[..., Any], folder: Path, callers: list[subprocess.Popen]
-) -> None:
+def test_killed_at_random_moments_a_training_goes_on_where_it_was(run, tmp_path):
     """Each round goes on from where the one before was killed, saves all the time, is killed."""
-    for caller in callers:
-        assert caller.stdout.readline() == b"ready\n"
+    folder = tmp_path
     run(MODEL, PLAN, steps=20, save=folder, save_every=1)
-    stamps = [f.stat().st_mtime for f in (folder / "step-00000019", folder / "step-00000020")]
+    stamps = [(folder / f"step-000000{n}").stat().st_mtime for n in (19, 20)]
     between = stamps[1] - stamps[0]  # from one checkpoint to the next: nearly all of it is saving
     draw, left_over, gone_on = random.Random(0), 0, {}
-    for index in range(ROUNDS):
-        caller = callers.pop() if index % (ROUNDS // WITH_THE_CALLER) == 0 else None
+    forever = {"steps": 10**6, "save": folder, "save_every": 1, "resume": folder}
+    for _ in range(ROUNDS):
         before, seen = published(folder), []
 
-        def end(caller: Any = caller, before: str = before, seen: list[str] = seen) -> None:
+        def end(before: str = before, seen: list[str] = seen) -> None:
             wait_for_another(folder, before)
             time.sleep(draw.uniform(0.0, 2 * between))
-            server = _shared_server._server.pid if caller is None else children(caller.pid)[0]
             seen.append(published(folder))
-            kill(children(server) + ([] if caller is None else [server, caller.pid]))
+            for rank in children(_shared_server._server.pid):
+                os.kill(rank, signal.SIGKILL)
             seen.append(published(folder))
 
-        if caller is None:
-            executioner = threading.Thread(target=end)
-            executioner.start()
-            with pytest.raises(pl.RankError, match="was killed by signal 9"):
-                forever(run, folder)
-            executioner.join()
-        else:
-            caller.stdin.write(b"go\n")
-            caller.stdin.flush()
-            end()
-            caller.communicate()
+        executioner = threading.Thread(target=end)
+        executioner.start()
+        with pytest.raises(pl.RankError, match="was killed by signal 9"):
+            run(MODEL, PLAN, **forever)
+        executioner.join()
         left_over += any(folder.glob(".saving-*/*"))
         found = checkpoints.find(folder)
         assert found.folder.name in seen
@@ -246,5 +185,4 @@ def _killed_again_and_again(
         assert losses == expected[step : step + 2], f"from step {step}"
     run(MODEL, PLAN, steps=1, resume=folder, save=folder)
     assert len([f for f in folder.iterdir() if f.name not in ("latest", ".lock")]) == 2
-    assert left_over >= ROUNDS // 5, "hardly one was killed in the middle of a save"
-    print(f"{between * 1e3:.0f} ms per save, {left_over} of {ROUNDS} killed within")
+    assert left_over >= 1, "none was killed in the middle of a save"

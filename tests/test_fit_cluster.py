@@ -1,7 +1,5 @@
 """`pl.fit_cluster`: from a log of measured iterations to a cluster that predicts others."""
 
-from __future__ import annotations
-
 from functools import cache
 from unittest import mock
 
@@ -10,6 +8,7 @@ import pytest
 import paralab as pl
 from paralab.theory import fit_cluster
 from paralab.theory.fit_cluster import FACTORS, ClusterFit
+from refusals import refuses
 
 TRUE = pl.Cluster.preset("dgx-a100", nodes=4)
 WRONG = TRUE.replace(
@@ -27,12 +26,13 @@ PLANS = [
 ]
 
 
+def predicted(model: pl.ModelSpec, plan: pl.Plan, cluster: pl.Cluster) -> float:
+    return pl.predict(model, plan, cluster, steps=1, detail="actions").step_time
+
+
+@cache
 def log(*models: pl.ModelSpec) -> list:
-    return [
-        (model, plan, pl.predict(model, plan, TRUE, steps=1, detail="actions").step_time)
-        for model in models
-        for plan in PLANS
-    ]
+    return [(model, plan, predicted(model, plan, TRUE)) for model in models for plan in PLANS]
 
 
 @cache
@@ -42,10 +42,7 @@ def corrected() -> ClusterFit:
 
 def test_a_cluster_that_was_stated_wrong_is_corrected_by_what_was_measured():
     fit = corrected()
-    before = [
-        pl.predict(*run[:2], WRONG, steps=1, detail="actions").step_time / run[2] - 1
-        for run in fit.runs
-    ]
+    before = [predicted(*run[:2], WRONG) / run.seconds - 1 for run in fit.runs]
     assert max(map(abs, fit.errors)) < 0.35 * max(map(abs, before))
     assert max(map(abs, fit.inside)) < 0.3 * max(map(abs, before))
     assert fit.cluster.flops == pytest.approx(TRUE.flops, rel=0.1)
@@ -65,30 +62,21 @@ def test_a_run_that_is_far_off_does_not_pull_the_others_with_it():
     assert spoiled.cluster.flops == pytest.approx(clean.cluster.flops, rel=0.05)
 
 
-def test_the_errors_of_a_model_are_of_a_fit_that_has_not_seen_it():
+def test_the_errors_of_a_model_are_of_a_fit_to_the_other_runs_alone():
     rows = [(model, plan, seconds * (1.3 if model == LARGE else 1))
             for model, plan, seconds in log(SMALL, LARGE)]  # fmt: skip
-    fit = pl.fit_cluster(rows, TRUE)
-    unseen = [e for e, run in zip(fit.errors, fit.runs, strict=True) if run.model == LARGE]
-    assert max(unseen) < -0.15  # the small model's runs say nothing of that
-    assert max(abs(e) for e in fit.inside) < max(map(abs, unseen))
-
-
-def test_an_error_out_of_sample_is_that_of_a_fit_to_the_other_runs_alone():
-    rows = [(model, plan, seconds * (1.3 if model == LARGE else 1))
-            for model, plan, seconds in log(SMALL, LARGE)]  # fmt: skip
-    fit = pl.fit_cluster(rows, WRONG)
+    fit, unseen = pl.fit_cluster(rows, WRONG), range(len(PLANS), len(rows))
     alone = pl.fit_cluster(rows[: len(PLANS)], WRONG).cluster
-    for (model, plan, seconds), error in list(zip(rows, fit.errors, strict=True))[len(PLANS) :]:
-        took = pl.predict(model, plan, alone, steps=1, detail="actions").step_time
-        assert took / seconds - 1 == pytest.approx(error, abs=1e-9)
+    for at in unseen:
+        model, plan, seconds = rows[at]
+        assert predicted(model, plan, alone) / seconds - 1 == pytest.approx(fit.errors[at])
+    assert max(map(abs, fit.inside)) < max(abs(fit.errors[at]) for at in unseen)
 
 
 def test_more_than_ten_runs_of_a_model_are_left_out_in_ten_parts():
     tiny = SMALL.replace(layers=1)
-    rows = [(tiny, plan := pl.Plan(microbatch_size=b, precision="bf16"),
-             pl.predict(tiny, plan, TRUE, steps=1, detail="actions").step_time)
-            for b in range(1, 13)]  # fmt: skip
+    plans = [pl.Plan(microbatch_size=b, precision="bf16") for b in range(1, 13)]
+    rows = [(tiny, plan, predicted(tiny, plan, TRUE)) for plan in plans]
     with mock.patch.object(fit_cluster, "_fitted", side_effect=fit_cluster._fitted) as fits:
         errors = pl.fit_cluster(rows, WRONG).errors
     assert [len(call.args[1]) for call in fits.mock_calls] == [12, 10, 10, *[11] * 8]
@@ -112,18 +100,6 @@ def test_what_the_runs_say_nothing_about_stays_as_stated():
     assert fit.cluster.flops < TRUE.flops and len(fit.errors) == 3
 
 
-def test_products_in_16_bits_that_were_stated_apart_are_fitted_too():
-    """Faster products of 16 bits than those of fp32, as a calibration states them."""
-    rates = {"bf16": tuple(2 * rate for rate in [TRUE.flops] * 3)}
-    apart = TRUE.replace(products=rates)
-    rows = [(model, plan, pl.predict(model, plan, apart, steps=1).step_time)
-            for model, plan, _ in log(SMALL, LARGE)]  # fmt: skip
-    half = apart.replace(flops=apart.flops / 2, products={"bf16": (TRUE.flops,) * 3})
-    found = pl.fit_cluster(rows, half)
-    assert max(map(abs, found.inside)) < 0.05
-    assert found.cluster.products["bf16"][0] > 1.4 * TRUE.flops
-
-
 def test_a_run_of_sgd_is_fitted_as_one():
     sgd = [pl.predict(model, plan, TRUE, steps=1, optimizer="sgd", detail="actions")
            for model, plan, _ in log(SMALL)]  # fmt: skip
@@ -134,59 +110,47 @@ def test_a_run_of_sgd_is_fitted_as_one():
 
 def test_reports_and_tables_by_model_are_runs_too():
     rows = log(SMALL)[:2]
-    reports = [pl.predict(model, plan, TRUE, steps=1, detail="actions") for model, plan, _ in rows]
-    whole = pl.fit_cluster(rows, WRONG).cluster
-    assert pl.fit_cluster(reports, WRONG).cluster == whole
-    assert pl.fit_cluster(zip(*zip(*rows, strict=True), strict=True), WRONG).cluster == whole
-    for pairs in (list, iter):
-        table = {SMALL: pairs([(plan, seconds) for _, plan, seconds in rows])}
-        assert pl.fit_cluster(table, WRONG).cluster == whole
+    reports = [pl.predict(*row[:2], TRUE, steps=1, detail="actions") for row in rows]
+    pairs = [row[1:] for row in rows]
+    given = (rows, reports, zip(*zip(*rows, strict=True), strict=True), {SMALL: pairs},
+             {SMALL: iter(pairs)})  # fmt: skip
+    first, *others = (pl.fit_cluster(runs, WRONG).cluster for runs in given)
+    assert all(other == first for other in others)
 
 
 def test_a_single_run_is_fitted_on_as_many_nodes_as_it_had():
     one = pl.fit_cluster(log(SMALL)[:1], WRONG.replace(nodes=1))
     assert one.errors == () and "out of sample" not in repr(one)
     assert one.table()[["out of sample (%)", "one rate for everything (%)"]].isna().all(axis=None)
-    run = one.runs[0]
-    now = pl.predict(run.model, run.plan, one.cluster, steps=1, detail="actions").step_time
-    assert now / run.seconds - 1 == pytest.approx(one.inside[0])
+    model, plan, seconds, _ = one.runs[0]
+    assert predicted(model, plan, one.cluster) / seconds - 1 == pytest.approx(one.inside[0])
+
+
+TINY = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=8, vocab=260)
+ONE = (TINY, pl.Plan(), 0.1)
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([], "no run"),
-        (3, "no run"),
         ([(SMALL, PLANS[0])], "run 0 is refused: it is not a row of three"),
         ((SMALL, PLANS[0], 1.0), "run 0 is refused: it is not a row of three"),
         ([(PLANS[0], SMALL, 1.0)], "run 0 is refused: model=.*: not a model description; legal"),
         ([(SMALL, SMALL, 1.0)], "run 0 is refused: plan=.*: not a plan; legal: a pl.Plan"),
         ({SMALL: (PLANS[0], 1.0)}, "not a list of pairs; legal: {model"),
-        ({SMALL: 1.0}, "not a list of pairs"),
         ([(SMALL, PLANS[0], -1.0)], "seconds"),
-        ([(SMALL.replace(heads=2), PLANS[1], 1.0)], "tp"),
-        ([(SMALL, pl.Plan(tp=3), 1.0)], "tp"),
         ([(SMALL, PLANS[0], 1.0, "adam")], "run 0 is refused: optimizer='adam': unknown choice"),
+        ([ONE, (TINY, pl.Plan(zero_stage=1, offload="nvme"), 0.1)], "run 1 is refused: "),
+        ([ONE, pl.dry_run(TINY, pl.Plan())], "run 1 is refused: clock='dry run': "),
     ],
 )
 def test_what_is_no_log_is_refused_by_its_row(rows, words):
     with pytest.raises(ValueError, match=words) as caught:
-        pl.fit_cluster(rows, WRONG)
+        pl.fit_cluster(rows, WRONG.replace(disk=None))
     assert str(caught.value).count("; legal: ") == 1  # a refusal that it quotes has one already
 
 
 def test_a_cluster_and_a_function_that_groups_runs_are_asked_for():
-    with pytest.raises(ValueError, match="cluster"):
-        pl.fit_cluster(log(SMALL), None)
-    with pytest.raises(ValueError, match="by='model': not a function"):
-        pl.fit_cluster(log(SMALL), WRONG, by="model")
-
-
-def test_a_run_that_the_cluster_cannot_make_or_that_has_no_time_is_named():
-    tiny = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=8, vocab=260)
-    away = pl.Plan(zero_stage=1, offload="nvme")
-    with pytest.raises(ValueError, match="run 1 is refused: "):
-        pl.fit_cluster([(tiny, pl.Plan(), 0.1), (tiny, away, 0.1)], TRUE.replace(disk=None))
-    dry = pl.dry_run(tiny, pl.Plan())
-    with pytest.raises(ValueError, match="run 1 is refused: clock='dry run': "):
-        pl.fit_cluster([(tiny, pl.Plan(), 0.1), dry], TRUE)
+    refuses("cluster", pl.fit_cluster, [ONE], None)
+    refuses("by='model': not a function", pl.fit_cluster, [ONE], WRONG, by="model")

@@ -42,78 +42,53 @@ def test_the_replay_of_a_prediction_is_the_prediction(form, dp):
     assert math.isclose(again.step_time, report.step_time, rel_tol=1e-12)
 
 
-def test_a_replay_keeps_ids_rows_bytes_and_losses(measured):
-    replayed = measured.replay(CLUSTER)
-    kept = ["id", "rank", "step", "lane", "kind", "microbatch", "after"]
-    assert replayed.spans[kept].equals(measured.spans[kept])
-    counted = [
-        "call",
-        "rank",
-        "step",
-        "op",
-        "ranks",
-        "phase",
-        "payload_bytes",
-        "wire_bytes",
-        "span",
-    ]
-    assert replayed.collectives[counted].equals(measured.collectives[counted])
-    assert replayed.losses == measured.losses and replayed.meta == measured.meta
-
-
-def test_a_replay_never_alters_its_input(measured):
+def test_a_replay_keeps_ids_rows_bytes_and_losses_and_alters_nothing(measured):
     before = {name: getattr(measured, name).copy(deep=True) for name in TABLES}
-    replay(measured, CLUSTER)
+    replayed = measured.replay(CLUSTER)
     for name, table in before.items():
         pd.testing.assert_frame_equal(table, getattr(measured, name))
     assert measured.clock == "measured" and measured.cluster is None
+    kept = {"spans": ["id", "rank", "step", "lane", "kind", "microbatch", "after"],
+            "collectives": ["call", "rank", "step", "op", "ranks", "phase", "payload_bytes",
+                            "wire_bytes", "span"]}  # fmt: skip
+    for table, columns in kept.items():
+        assert getattr(replayed, table)[columns].equals(before[table][columns])
+    assert replayed.losses == measured.losses and replayed.meta == measured.meta
 
 
-def test_a_saved_run_replays_exactly_like_the_live_one(measured, tmp_path):
+def test_a_saved_run_and_a_replay_replay_exactly_like_the_live_one(measured, tmp_path):
     measured.save(tmp_path / "run.json")
-    loaded = pl.load(tmp_path / "run.json")
-    assert same(replay(loaded, CLUSTER), replay(measured, CLUSTER))
-
-
-def test_the_replay_of_a_replay_is_the_same(measured):
     once = replay(measured, CLUSTER)
+    assert same(replay(pl.load(tmp_path / "run.json"), CLUSTER), once)
     assert same(replay(once, CLUSTER), once)
 
 
 def test_handshakes_before_the_first_step_are_no_part_of_it(measured):
     replayed = replay(measured, CLUSTER)
-    calls = replayed.collectives
-    setup = calls[calls["phase"] == "setup"]
-    assert len(setup) > 0
-    assert (setup["end"] <= 0.0).all()
+    ends = replayed.collectives["end"][replayed.collectives["phase"] == "setup"]
+    assert len(ends) > 0 and (ends <= 0.0).all()
     assert replayed.steps["start"].min() == 0.0
 
 
-@pytest.mark.parametrize(("steps", "slow"), [(6, 3), (2, 0)], ids=["one of six", "the warm-up"])
+@pytest.mark.parametrize(("steps", "slow"), [(6, 3), (2, 0), (1, None)])
 def test_costs_are_medians_without_the_warm_up_so_one_slow_step_changes_nothing(steps, slow):
     report = predict(MODEL, plan(), CLUSTER, steps=steps)
     spans = report.spans
     cost = spans["cost"].where(spans["step"] != slow, spans["cost"] * 50)
     slowed = dataclasses.replace(report, spans=spans.assign(cost=cost))
     assert same(replay(slowed, CLUSTER), replay(report, CLUSTER))
-
-
-def test_a_run_of_one_step_replays_from_that_step():
-    report = predict(MODEL, plan(), CLUSTER, steps=1)
-    assert math.isclose(replay(report, CLUSTER).step_time, report.step_time, rel_tol=1e-12)
+    assert math.isclose(replay(slowed, CLUSTER).step_time, report.step_time, rel_tol=1e-12)
 
 
 def test_the_slowest_member_sets_what_a_call_takes():
     report = predict(MODEL, plan("bucketed"), CLUSTER)
     calls = report.collectives
-    more = {
-        ranks: calls["wire_bytes"].where(~calls["rank"].isin(ranks), 9 * calls["wire_bytes"])
-        for ranks in ((0,), (1,), (0, 1))
-    }
-    one, other, both = (
-        replay(dataclasses.replace(report, collectives=calls.assign(wire_bytes=size)), CLUSTER)
-        for size in more.values()
-    )
+    found = []
+    for ranks in ((0,), (1,), (0, 1)):
+        size = calls["wire_bytes"].where(~calls["rank"].isin(ranks), 9 * calls["wire_bytes"])
+        more = dataclasses.replace(report, collectives=calls.assign(wire_bytes=size))
+        found.append(replay(more, CLUSTER))
+    one, other, both = found
     assert one.spans.equals(both.spans) and other.spans.equals(both.spans)
     assert both.step_time > replay(report, CLUSTER).step_time
 
@@ -138,33 +113,26 @@ def exchange(rank, peer, op, *, id_, start):
     return [span, wait], call
 
 
-def pipeline_report(spans, calls):
+@pytest.mark.parametrize(
+    ("of_0", "of_1", "ends"),
+    [
+        (["send", "send", "recv"], ["recv", "recv", "send"], [1, 2, 3]),  # pair by pair, in order
+        (["send recv"], ["send recv"], [1, 1]),  # to each other in one exchange: at once
+    ],
+)
+def test_sends_and_receives_meet_and_those_of_one_exchange_run_at_once(of_0, of_1, ends):
+    spans, calls = [], []
+    for rank, exchanges in ((0, of_0), (1, of_1)):
+        for i, ops in enumerate(exchanges):
+            for op in ops.split():
+                rows, call = exchange(rank, 1 - rank, op, id_=rank + 4 * i, start=float(i))
+                calls.append(call)
+            spans += rows
     steps = [(rank, 0, 0.0, 3.0, 0.0) for rank in (0, 1)]
     made = synthetic.tables(spans=spans, collectives=calls, steps=steps)
-    return Report(clock="measured", model=MODEL, plan=plan(dp=2), **made)
-
-
-def test_sends_and_receives_meet_pair_by_pair_in_order():
-    spans, calls = [], []
-    for rank, peer, ops in ((0, 1, ("send", "send", "recv")), (1, 0, ("recv", "recv", "send"))):
-        for i, op in enumerate(ops):
-            rows, call = exchange(rank, peer, op, id_=rank + 4 * i, start=float(i))
-            spans += rows
-            calls.append(call)
-    times = replay(pipeline_report(spans, calls), CLUSTER).collectives
+    times = replay(Report(clock="measured", model=MODEL, plan=plan(), **made), CLUSTER)
     one = CLUSTER.intra.seconds(1000)
-    assert times["end"].tolist() == pytest.approx([one, 2 * one, 3 * one] * 2)
-
-
-def test_what_two_ranks_send_each_other_in_one_exchange_runs_at_once():
-    spans, calls = [], []
-    for rank, peer in ((0, 1), (1, 0)):
-        rows, send = exchange(rank, peer, "send", id_=rank, start=0.0)
-        _, receive = exchange(rank, peer, "recv", id_=rank, start=0.0)
-        spans += rows
-        calls += [send, receive]
-    times = replay(pipeline_report(spans, calls), CLUSTER).collectives
-    assert times["end"].tolist() == pytest.approx([CLUSTER.intra.seconds(1000)] * 4)
+    assert times.collectives["end"].tolist() == pytest.approx([end * one for end in ends] * 2)
 
 
 SLOW = pl.Link(alpha=0.05, bandwidth=1e6)
@@ -183,7 +151,8 @@ def test_ranks_of_a_plan_are_on_the_nodes_of_the_cluster_that_is_named(measured)
         measured.replay(CLUSTER.replace(devices_per_node=2))
 
 
-def test_a_pipeline_that_computes_in_no_time_is_drawn(run, tmp_path):
-    report = run(MODEL, pl.Plan(pp=2, microbatches=3), steps=2).replay(CLUSTER, compute=0.0)
+def test_a_pipeline_that_computes_in_no_time_is_drawn(tmp_path):
+    run = as_measured(predict(MODEL, pl.Plan(pp=2, microbatches=3), CLUSTER, steps=2))
+    report = run.replay(CLUSTER, compute=0.0)
     assert report.timeline().data
     report.to_html(tmp_path / "page.html")

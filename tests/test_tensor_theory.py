@@ -1,16 +1,15 @@
-"""Tensor parallelism in theory: layouts, and the bytes of every layer, next to a run's."""
+"""Tensor parallelism in theory: the bytes of every layer, next to a run's and a published table."""
 
-import math
-from collections import Counter
+from fractions import Fraction
 
-import numpy as np
 import pytest
 
 import oracles
 import paralab as pl
 from paralab.interpret.predict import predict
-from paralab.parallel import layouts
-from paralab.theory import tensor
+from paralab.spec.rules import tensor_grid
+from paralab.theory import tensor, tensor_costs
+from refusals import refuses
 
 MODEL = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
 GRIDS = {
@@ -25,55 +24,12 @@ ALL = {
     "1d sequence, 4": {"tp": 4, "sequence_parallel": True},
     **GRIDS,
 }
-modes = pytest.mark.parametrize("mode", ALL)
 MACHINE = oracles.MACHINE.replace(nodes=1, devices_per_node=16)
 
 
-def plan_of(mode, **more):
-    return pl.Plan(**{"microbatch_size": 4, **ALL[mode], **more})
-
-
-# ---- layouts --------------------------------------------------------------------------------
-@modes
-def test_every_element_of_every_parameter_is_held_once_or_by_copies(mode):
-    plan = plan_of(mode)
-    for name in MODEL.parameter_shapes():
-        held = [layouts.holding(MODEL, plan, name, index) for index in range(plan.tp)]
-        count = np.zeros(held[0].whole, dtype=int)
-        for one in held:
-            count[one.box] += 1
-            assert math.prod(one.shape) == count[one.box].size
-        copies = len(layouts.groups(plan, held[0].copies)[0]) if held[0].copies else 1
-        assert (count == copies).all(), name
-        for group in layouts.groups(plan, held[0].copies) if copies > 1 else ():
-            assert len({str(held[index].box) for index in group}) == 1
-
-
-@modes
-def test_groups_of_an_axis_have_every_rank_once(mode):
-    plan = plan_of(mode, dp=2)
-    for axis in layouts.mode_of(plan).axes:
-        found = Counter(r for group in layouts.groups(plan, axis) for r in group)
-        assert found == Counter(range(plan.tp))
-        for rank in range(plan.world_size):
-            assert rank in plan.ranks(axis, rank)
-
-
-def test_ranks_are_numbered_tp_innermost():
-    plan = pl.Plan(pp=2, dp=3, tp=4)
-    grid = np.arange(24).reshape(2, 3, 4)
-    for rank in range(24):
-        at = plan.place(rank)
-        assert grid[at] == rank
-        assert plan.ranks("tp", rank) == tuple(grid[at.pp, at.dp])
-        assert plan.ranks("dp", rank) == tuple(grid[at.pp, :, at.tp])
-        assert plan.ranks("pp", rank) == tuple(grid[:, at.dp, at.tp])
-
-
-# ---- rows ------------------------------------------------------------------------------------
-@modes
+@pytest.mark.parametrize("mode", ALL)
 def test_linear_layers_rows_equal_the_formulas_forward_and_backward_apart(mode):
-    plan = plan_of(mode, microbatches=2)
+    plan = pl.Plan(microbatch_size=4, microbatches=2, **ALL[mode])
     calls = predict(MODEL, plan, MACHINE, steps=1).collectives
     sent = calls.groupby("phase")["wire_bytes"].sum()
     for what, roles, layers in (("linear", tensor.ROLES, MODEL.layers), ("head", ["output"], 1)):
@@ -89,3 +45,33 @@ def test_linear_layers_rows_equal_the_formulas_forward_and_backward_apart(mode):
 @pytest.mark.parametrize(("tp", "grid"), [(4, (2, 1)), (8, (2, 2)), (64, (4, 4)), (32, (4, 2))])
 def test_2_5d_takes_the_deepest_grid(tp, grid):
     assert pl.Plan(tp=tp, tp_mode="2.5d").tp_grid == grid
+
+
+# The published table of 1D, 2D, 2.5D and 3D, as typed, and in one unit as the formulas have it.
+SIZES = {"1d": (2, 8, 64), "2d": (4, 9, 64), "2.5d": (8, 32, 64), "3d": (8, 27, 64)}
+CASES = [(mode, tp) for mode, some in SIZES.items() for tp in some]
+
+
+@pytest.mark.parametrize(("mode", "tp"), CASES)
+def test_the_number_is_the_printed_formula(mode, tp):
+    q, d = tensor_grid(tp, mode, None)
+    text = tensor_costs.PRINTED[mode].bandwidth
+    for a, b in (("(q-1)(", "*(q-1)*("), ("(q-1)/", "*(q-1)/"), ("2(P", "2*(P"), ("d q", "d*q"),
+                 ("^", "**"), ("3*(", "3*("), ("**(q", "*(q")):  # fmt: skip
+        text = text.replace(a, b)
+    exact = eval(text, {"P": Fraction(tp), "q": Fraction(q), "d": Fraction(d)})
+    assert tensor_costs.as_printed(mode, tp) == exact
+
+
+@pytest.mark.parametrize(("mode", "tp"), CASES)
+def test_in_one_unit_it_is_what_the_formulas_of_a_square_layer_give(mode, tp):
+    h = 64
+    model = pl.ModelSpec(layers=1, hidden=h, heads=h, seq_len=h)  # M = K = N
+    plan = pl.Plan(tp=tp, tp_mode=mode, microbatch_size=1)
+    ours = sum(tensor.linear_elements(model, plan, "proj"))
+    ours += tensor.depth_elements(model, plan, "proj")
+    assert tensor_costs.in_one_unit(mode, tp) == ours / h**2
+
+
+def test_ranks_that_make_no_grid_are_refused():
+    refuses("tp=6.*legal: 1, 8, 27", tensor_costs.as_printed, "3d", 6)

@@ -1,8 +1,7 @@
 """Predicting without the garbage collector: it is back afterwards, and has little to do."""
 
-from __future__ import annotations
-
 import gc
+from functools import partial
 
 import pytest
 
@@ -13,15 +12,10 @@ from stated import TIERS
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 
 
-@uncollected()
-def fails() -> None:
-    assert not gc.isenabled()
-    raise KeyError
-
-
 def test_the_collector_is_as_it_was():
-    with pytest.raises(KeyError):
-        fails()
+    with pytest.raises(KeyError), uncollected():
+        assert not gc.isenabled()
+        raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
@@ -33,14 +27,9 @@ def test_the_collector_is_as_it_was():
 
 
 def test_a_search_leaves_hardly_any_cycles():
-    def search() -> None:
-        pl.plan_search(MODEL, TIERS, devices=8, global_batch=16)
-
+    search = partial(pl.plan_search, MODEL, TIERS, devices=8, global_batch=16)
     search()  # what is imported and remembered once
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         search()
         assert gc.collect() < 2000  # objects, most of them closures
-    finally:
-        gc.enable()
