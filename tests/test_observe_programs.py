@@ -61,7 +61,10 @@ def sparse_sums():
     return trained(ddp(nn.EmbeddingBag(1000, 32, sparse=True)), torch.arange(40).view(8, 5))
 
 
-@pytest.mark.parametrize(("fn", "memory_steps"), [(profiles_itself, 0), (compiled_around_ddp, 2)])
+@pytest.mark.parametrize(
+    ("fn", "memory_steps"),
+    [(profiles_itself, 0), (compiled_around_ddp, 0), (compiled_around_ddp, 2)],
+)
 def test_programs_that_look_closely_at_torch_run_as_without(fn, memory_steps, capfd):
     assert seen(fn, memory_steps=memory_steps).results == pl.launch(fn, 2)
     assert "recompile_limit" not in "".join(capfd.readouterr())
