@@ -23,11 +23,16 @@ from stated import NODES
 from trainings import sharded, trained
 
 
-def ddp(steps, backwards):
+def ddp(steps, backwards, profiled=False):
+    """Losses, or by torch's profiler the bytes that one more step takes at its peak."""
+    from test_memory import profiled_peak
+
     layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     model = DistributedDataParallel(layers)
     update, x = torch.optim.AdamW(model.parameters()), torch.randn(64, 256)
-    return trained(model, x, update=update, steps=steps, backwards=backwards)
+    train = functools.partial(trained, model, x, update=update, backwards=backwards)
+    losses = train(steps=steps)
+    return profiled_peak(functools.partial(train, steps=1)) if profiled else losses
 
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)
@@ -67,7 +72,7 @@ def test_collectives_have_axis_phase_and_level(report):
     assert report.traffic()["bytes"].tolist() == [2 * PSI] * 2  # 2 (n-1)/n of it, twice
 
 
-def test_memory_has_categories(report):
+def test_memory_has_categories_and_the_peak_of_torchs_profiler(report):
     assert set(report.memory["step"]) == {0, 1}  # later steps are timed without the ledger
     buckets = report.memory.query("category == 'buffers'")["bytes"]
     assert buckets.min() == PSI  # from the moment at which the reducer makes them
@@ -75,6 +80,9 @@ def test_memory_has_categories(report):
     assert held["parameters"] == held["gradients"] == held["buffers"] == PSI
     assert held["optimizer"] == 2 * PSI + 4 * 4  # AdamW's step counts
     assert held["other"] <= 0.02 * held["total"]
+    before = 4 * PSI + 4 * 4 + 64 * 256 * 4  # parameters, buckets, two moments; the input
+    most = before + pl.launch(ddp, 2, (3, 2, True))[0]
+    assert held["total"] == pytest.approx(most, rel=0.01)
 
 
 def test_it_is_replayed_drawn_and_saved_like_a_run(report, tmp_path):

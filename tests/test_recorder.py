@@ -23,6 +23,23 @@ def rows(recorder: Recorder) -> list[dict]:
     return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
+def test_a_launch_cuts_the_span_and_a_wait_ends_a_call_whose_end_nobody_signalled():
+    recorder = Recorder(rank=1, world_size=4)
+    with recorder.span("backward", microbatch=2):
+        call = recorder.launch("comm:dp", recorder.cut(), recorder.clock.host())
+        with recorder.span("wait"):
+            time.sleep(0.01)
+            recorder.settled(call)
+    _, comm, *_ = found = rows(recorder)
+    assert [p["kind"] for p in found] == ["backward", "comm", "backward", "wait", "backward"]
+    assert [p["microbatch"] for p in found] == [2, -1, 2, -1, 2]
+    assert [p["id"] for p in found] == [1, 5, 9, 13, 17]  # unique over ranks
+    parts = [p for p in found if p is not comm]
+    assert [p["end"] for p in parts[:-1]] == [p["start"] for p in parts[1:]]
+    assert comm["after"] == [1] and comm["cost"] == 0.0
+    assert comm["end"] - comm["start"] >= 0.01
+
+
 def test_cost_is_the_cpu_time_of_the_span_and_a_wait_has_none():
     recorder = Recorder(rank=0, world_size=1)
     with recorder.span("forward"):

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 import paralab as pl
+from paralab.ranks import torchrun
 from paralab.ranks.errors import RankError
+from paralab.ranks.process import Chosen
 from paralab.ranks.torchrun import torchrun_context
 from patience import HANG_S
 from together import in_turn, reports
@@ -177,3 +179,16 @@ def test_two_uneven_machines_and_a_timeout_there_that_names_the_call() -> None:
     found = pl.launch(waits_for_rank_0, ranks=3, args=(free_port(),))
     for rank, notes in enumerate([[], [f"rank 1 {said}"], [f"rank 2 {said}"]]):
         assert found[rank] == (rank, (0, 1, 1), "gloo", 3.0, notes)
+
+
+def over_nccl(port: int) -> tuple[float, float]:
+    as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
+    torchrun.take_device = lambda *_: Chosen("cuda:0", "nccl")
+    torchrun.joined = lambda chosen, **given: given
+    given = torchrun_context(timeout=4)
+    return given["limit"], given["patience"]
+
+
+def test_over_nccl_a_rank_loses_patience_with_its_gpu_long_before_torch_ends_a_call() -> None:
+    """NCCL counts from when a call is posted, which in a long step is far ahead of the GPU."""
+    assert pl.launch(over_nccl, 1, (free_port(),), device="cpu") == [(100.0, 4.0)]
