@@ -64,6 +64,9 @@ LATE = [  # answer, limits it breaks, words of the verdict
      {"weights"}, "a unit has computed before its parameters arrived"),
     (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass")), {"weights"},
      "backward of layer 6 has begun while its parameters are freed"),
+    (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass"),
+           ("        self.free(i)\n        pass", "        pass")), {"gathers"},
+     ": 6 units are gathered in a step, required"),  # which is said first
     (ahead((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
      {"peak of a step"}, "which are 5 units"),
     (ahead((KEEP, f"{KEEP}\n        unit.copy = flat.clone()")), {"kept between steps"},
