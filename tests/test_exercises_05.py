@@ -74,8 +74,11 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead((STEP, f"        dist.all_reduce(torch.ones(3))\n{STEP}")), {"bytes per rank"},
      "N=3: rank 0 sends "),
 ]  # fmt: skip
+# It learns the order of the units in the first step, as DeepSpeed does.
+LEARNS = ahead((FOLLOWS, f"        self.calls = getattr(self, 'calls', 0) + 1\n"
+                f"        if self.calls > 12:\n    {FOLLOWS}"))  # fmt: skip
 # timed units, training, and a reference
-PREFETCHES = Table(AHEAD, LATE, most=3)
+PREFETCHES = Table(AHEAD, LATE, [LEARNS], most=3)
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
 
 
