@@ -35,6 +35,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "jobs[2]=('read', 2, 0): it overwrites unit 0, which is in that buffer and has not been"),
     (changed(lambda jobs, n, w: [(k, u, (b + (k == "write")) % w) for k, u, b in jobs]), {JOBS},
      "unit 0 is not in buffer 1 by then"),
+    (changed(lambda jobs, n, w: [(k, u, (b + (k == "update")) % w) for k, u, b in jobs]), {JOBS},
+     "jobs[1]=('update', 0, 1): unit 0 is not in buffer 1 by then"),
     (changed(lambda jobs, n, w: [job for job in jobs if job[:2] != ("update", n - 1)]), {JOBS},
      "unit 5 has not been updated by then"),
     (changed(lambda jobs, *_: jobs[:-1]), {JOBS}, "units=6, window=2: there is no write of unit 5"),
