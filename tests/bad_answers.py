@@ -1,6 +1,7 @@
-"""Answers to the exercises that are wrong, each in a way that somebody would be wrong.
+"""Answers to the exercises that are wrong, each in a way that somebody would be wrong, and the
+right ones that they are made of.
 
-A checker that lets one of them pass is broken. Ranks import this module: it imports little.
+A checker that lets a wrong one pass is broken. Ranks import this module: it imports little.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ WRONG = [  # answer to (model, cluster, batch, ask), limits it breaks, words of 
      "a tensor-parallel group are on 2 nodes"),
     (lambda m, c, b, ask: planned(*shape(m), b // 2, c.num_devices), {PLAN},
      "is 4*8*1 = 32, and a step has 64 samples; legal: 16 with dp=4, mic"),
+    (lambda m, c, b, ask: planned(1, 16, b, 16, schedule="interleaved", virtual_stages=3), {PLAN},
+     "pp*virtual_stages is 48 stages, the model has 36 blocks"),
     (lambda m, c, b, ask: planned(*shape(m), b, c.num_devices // 2), {PLAN},
      "dp*tp*pp is 8, and there are 16 devices"),
     (lambda m, c, b, ask: planned(*shape(m), b, c.num_devices, precision="fp32"), {PLAN},

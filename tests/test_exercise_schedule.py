@@ -42,6 +42,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
     (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(3 - r, 0)), {"other sizes"},
      "p=2, m=5: rank 0 holds 4 micro-batches"),
+    (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(p - r - 1 - (p == 5), 0)), {"other sizes"},
+     "p=5, m=3: takes 270 ms, required: at most 210 ms: rank 2 starts 2F2, the 4th of its list"),
     (lambda p, m: np.array(bad.one_f_one_b(p, m), dtype=object), {"schedule"},
      ("schedule=array([['0F0', ", ": not a schedule; legal: a list of actions per")),
     (lambda p, m: None, {"schedule"}, "p=4, m=6: the function returned None, required: a list of"),

@@ -32,6 +32,9 @@ WRONG = [  # answer, limits it breaks, words of the verdict
           ("optimizer.step()", "optimizer.step()\n    optimizer.zero_grad()")),
      {"gradient norm", "weights"},
      "samples 4 + 4 + 4, step 1: after the step: embedding.token.weight, element (0, 0): "),
+    (step(("optimizer.step()", "[p.data.sub_(optimizer.param_groups[0]['lr'] * p.grad) "
+           "for p in model.parameters()]")), {"weights"},
+     "optimizer.step() is called 0 times, required: once"),
     (step((FINDS, "whole = loss + (whole if mean else 0)"),
           ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
      "one micro-batch with all gradients"),

@@ -95,6 +95,7 @@ TWO_LEVELS = [
      {"result"}, "2 nodes of 2: rank 2 makes the group [2, 3] where rank 0 makes the group [0, "),
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
+    (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
     (levels(("(part, tensor, g", "(tensor, part, g")), {"result"},
      "raised ValueError: reduce_scatter of 6,000 elements into 12,000: on 2 ranks the input has "),
 ]  # fmt: skip

@@ -26,6 +26,8 @@ MEANS = [  # answer, limits it breaks, words of the verdict
     (mean((SUM, f"parameter.grad *= dist.get_rank() > 0; {SUM}")), {"gradients"},
      "; the terms of micro-batch 0 of rank 0 and of micro-batch 1 of rank 0 are missing"),
     (lambda module: None, {"gradients", "bytes per rank"}, "no gradient was sent"),
+    (mean(("module.parameters()", "list(module.parameters())[:1]")),
+     {"gradients", "bytes per rank"}, "embedding.position.weight"),
     (mean((SUM, "dist.reduce(parameter.grad, dst=0)")), {"gradients"},
      ("gradients: rank 1: embedding.token.weight",
       "it is rank 1's own gradient divided by 4, to which no other was added")),

@@ -64,6 +64,9 @@ LATE = [  # answer, limits it breaks, words of the verdict
      {"weights"}, "a unit has computed before its parameters arrived"),
     (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass")), {"weights"},
      "backward of layer 6 has begun while its parameters are freed"),
+    (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass"),
+           ("        self.free(i)\n        pass", "        pass")), {"gathers"},
+     ": 6 units are gathered in a step, required"),  # which is said first
     (ahead((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
      {"peak of a step"}, "which are 5 units"),
     (ahead((KEEP, f"{KEEP}\n        unit.copy = flat.clone()")), {"kept between steps"},
@@ -71,8 +74,11 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead((STEP, f"        dist.all_reduce(torch.ones(3))\n{STEP}")), {"bytes per rank"},
      "N=3: rank 0 sends "),
 ]  # fmt: skip
+# It learns the order of the units in the first step, as DeepSpeed does.
+LEARNS = ahead((FOLLOWS, f"        self.calls = getattr(self, 'calls', 0) + 1\n"
+                f"        if self.calls > 12:\n    {FOLLOWS}"))  # fmt: skip
 # timed units, training, and a reference
-PREFETCHES = Table(AHEAD, LATE, most=3)
+PREFETCHES = Table(AHEAD, LATE, [LEARNS], most=3)
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
 
 

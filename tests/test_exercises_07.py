@@ -134,6 +134,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss(("local = targets - dist.get_rank() * width",
                "targets -= dist.get_rank() * width\n        local = targets")), {"loss"},
          "it changes targets, which its caller still needs: work on a copy"),
+        (loss((BOTH, f"logits.sub_(largest[:, None])\n        {BOTH}")), {"loss"},
+         "it changes logits, which its caller still needs: work on a copy"),
         (loss((BOTH, "late = dist.all_reduce(sums, async_op=True)"),
               ("ctx.save_for", "late.wait()\n        ctx.save_for")), {"gradient"},
          "or with one whose result is read before its wait()"),

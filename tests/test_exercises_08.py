@@ -117,6 +117,8 @@ TURN = [
     (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},
      "q=4: rank (3, 3) sends 52,992 bytes, required: at most 35,328, 4 blocks of X and of W"),
+    (cannon((f"x, w = {FIRST}", f"dist.broadcast(x.clone(), 0)\n    x, w = {FIRST}")), {"calls"},
+     "q=2: it calls broadcast, required: messages between two ranks"),
     (cannon((f"x, w = {FIRST}", f"own = x, w\n    x, w = {FIRST}"), ("for _", "for k"),
             (NEXT, "moved(*own, i + k + 1, j + k + 1)")), {"calls"},
      "q=4: rank (0, 0) sends to rank (0, 2) after the first move, required: to a neighbour"),

@@ -21,7 +21,7 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
 
 def by_steps(flops, samples, seconds, total, devices, peak):
     rate = flops / seconds / devices
-    return [seconds * (total / samples) / (24 * 60 * 60), rate / peak]
+    return [seconds * -(-total // samples) / (24 * 60 * 60), rate / peak]  # whole steps
 
 
 BAD = [(altered("days_and_mfu")((old, new)), limits, words) for old, new, limits, words in WRONG]

@@ -136,12 +136,17 @@ def asked_again():
     return one.item()
 
 
+def made_by_its_member():
+    local = {"use_local_synchronization": True}
+    return None if dist.get_rank() else dist.get_world_size(dist.new_group([0], **local))
+
+
 def test_calls_are_seen_by_any_name_groups_are_kept_and_results_arrive_in_wait():
-    answers = by_other_names, asked_again, too_early, never_waits
-    [(notes, found), (again, groups), (_, early), (late, _)] = run(*answers, ranks=2)
+    answers = by_other_names, asked_again, made_by_its_member, too_early, never_waits
+    [(notes, found), (again, groups), (_, own), (_, early), (late, _)] = run(*answers, ranks=2)
     assert not notes.over and found.results == [(4.0, ["rank 0", "rank 1"])] * 2
     assert found.report.collectives["op"].tolist() == ["all_reduce", *2 * ["all_gather"]] * 2
-    assert not again.over and groups.results == [8.0, 8.0]
+    assert not again.over and groups.results == [8.0, 8.0] and own.results == [1, None]
     assert early.results == [(1.0, 2.0)] * 2
     assert "rank 0 never waits for all_reduce #0" in repr(late.verdict())
 
