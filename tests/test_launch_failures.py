@@ -126,7 +126,8 @@ def fail_in_turn(said: str, later: float) -> Callable[[str], None]:
             Path(failing).touch()
         while not Path(failing).exists():
             time.sleep(0.001)
-        time.sleep(later * (dist.get_rank() == 0))
+        if dist.get_rank() == 0:  # no sleep of 0 s for rank 1, which would let rank 0 overtake it
+            time.sleep(later)
         raise ValueError(said.format(dist.get_rank()))
 
     return fail
@@ -234,14 +235,18 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is(program) -> None:
 
 
 def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
-    """One kind after the other, each for longer than the limit; notes, which are looked at every
-    half second, come last.
+    """One kind after the other, each for longer than the limit and the time between two looks at
+    notes, of which the first is from before; those of the program come last.
     """
 
     def program(context) -> None:
-        signs = print, lambda step: context.progress(step, 8), lambda step: context.note(f"#{step}")
+        signs = (
+            print,
+            lambda step: context.progress(step, 10),
+            lambda step: context.note(f"#{step}"),
+        )
         for sign in signs:
-            for step in range(8):
+            for step in range(10):
                 time.sleep(0.2)
                 sign(step)
 
