@@ -125,6 +125,10 @@ def test_the_gpus_that_torch_sees_are_told(monkeypatch, capsys):
     assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
 
 
+def test_where_there_is_no_folder_there_is_no_room():
+    assert doctor.room_in(None) is doctor.room_in("/no/such/folder") is None
+
+
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))

@@ -43,7 +43,9 @@ def test_what_reads_comes_after_what_wrote_and_what_writes_over_it_after_all_tha
     assert [one.predecessors for one in reads] == [(written,)] * 2
     again = hand_over(order, DEVICE, HOST, "d2h")
     assert set(again.predecessors) == {written, *reads}
-    assert hand_over(order, HOST, OTHER, "host").predecessors == (again,)
+    last = hand_over(order, HOST, OTHER, "host")
+    assert last.predecessors == (again,)
+    assert set(hand_over(order, DEVICE, HOST, "d2h").predecessors) == {again, last}
 
 
 def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):
