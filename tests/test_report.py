@@ -256,6 +256,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tm
     refuses(r"meta\['clever'\].*has no plain form", dataclasses.replace, report, meta=clever)
     for call, said in (
         (lambda: report.save(tmp_path / "nowhere" / "a.json"), "there is no folder .*nowhere"),
+        (lambda: report.save("/proc/a.json"), "'/proc/a.json'$"),  # not of a scratch file
         (lambda: load(tmp_path / "gone.json"), r"gone\.json: there is no such file"),
         (lambda: load(tmp_path), r"it has no rank-00000\.json"),
     ):
