@@ -256,12 +256,14 @@ def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, sav
 
 
 def test_a_file_changed_cut_or_gone_is_named_and_the_one_before_works(run, deep, copy):
-    victim = latest(copy) / "rank-1.safetensors"
-    content, size = bytearray(victim.read_bytes()), victim.stat().st_size
-    content[size // 2] ^= 1
-    victim.write_bytes(content)
-    changed = f"{victim.name}': its content does not match its ch.*; legal: "  # the ranks find it
-    refuses(changed, run, deep, PLANS["dp=2"], resume=copy)
+    for name in ("rank-0.safetensors", "rank-1.safetensors"):  # each rank checks one of them
+        victim = latest(copy) / name
+        content, size = victim.read_bytes(), victim.stat().st_size
+        at = size // 2
+        victim.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        changed = f"{name}': its content does not match its ch.*; legal: "
+        refuses(changed, run, deep, PLANS["dp=2"], resume=copy)
+        victim.write_bytes(content)
     os.truncate(victim, size // 2)
     refuses(rf"rank-1.safetensors'.* {size // 2} bytes, but {size} were", run, deep, resume=copy)
     victim.unlink()
@@ -324,6 +326,8 @@ CRAFTED = {
     "the key of another tensor": (_key_of_another, "' in it is F32 of shape .*, not F32 of sh"),
     "outside": (_of("offsets", [1, 0]), "a box of .* at .* is not inside"),
     "negative": (_of("offsets", [-1, 0]), "offsets is .*, not whole numbers"),
+    "one dimension": (_of("offsets", [0]), TENSOR),
+    "null for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append(None), TENSOR),
     "a box missing": (lambda body: body["tensors"][TENSOR]["boxes"].pop(),
                       f"{TENSOR}: the checkpoint has only [0-9]+ of its 1600 elements"),
     "a box twice": (lambda body: body["tensors"][TENSOR]["boxes"].append(
@@ -462,6 +466,15 @@ def test_what_another_run_saves_after_this_one_was_checked_is_not_replaced(
     if resumes:  # whoever names an older checkpoint wants to go on from that one
         run(deep, steps=1, save=folder, resume=folder / "step-00000004")
         assert latest(folder).name == "step-00000005.1"
+
+
+def test_a_checkpoint_that_goes_while_a_rank_reads_it_is_refused_in_words(deep, copy):
+    def program(context: Any) -> None:
+        facts = checkpoints.facts
+        checkpoints.facts = lambda file: file.parent.rename(copy / ".removed") and facts(file)
+        checkpoint.load(Trainer(context, deep, PLANS["one device"]), str(copy))
+
+    refuses("it no longer exists; newer .*; legal: .*/step-00000001", launch_program, program, 1)
 
 
 # ---- a full disk --------------------------------------------------------------------------------

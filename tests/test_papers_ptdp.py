@@ -16,7 +16,8 @@ def meet(one: float, half: float, other: float, other_half: float) -> bool:
 
 
 def test_table_1_parameters_are_exact_and_those_of_equation_2():
-    for row, (model, _) in zip(TABLE_1.to_dict("records"), ptdp_models(), strict=True):
+    for row, (model, plan) in zip(TABLE_1.to_dict("records"), ptdp_models(), strict=True):
+        assert plan.partition_messages == (plan.tp > 1 and plan.pp > 1)  # as the authors' scripts
         assert round(row["parameters (B), recomputed"], 1) == row["parameters (B), printed"]
         s, l, h, v = model.seq_len, model.layers, model.hidden, model.vocab  # noqa: E741
         equation = 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))

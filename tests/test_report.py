@@ -61,6 +61,8 @@ def test_parts_merge_to_the_same_report_in_any_order():
     one, other = (Report.from_parts(some, model=MODEL, plan=plan, meta={"run_id": "a"})
                   for some in (parts, parts[::-1]))  # fmt: skip
     assert same(one, other) and one.clock == "measured"
+    losses = one.summary().filter(like="loss", axis=0)["value"]
+    assert losses.tolist() == pytest.approx([one.losses[0], one.losses[-1]], abs=1e-4)
 
 
 def test_clock_offsets_put_ranks_on_one_clock_that_starts_at_zero():
@@ -174,6 +176,7 @@ def test_means_over_ranks_are_of_those_that_took_the_step():
         assert metrics.copy_shares(report, step)["copies"] == 2.0
     said = report.summary()["value"]
     assert (said["forward and backward"], said["host's processor at work"]) == (4e3, 3e3)
+    assert said["step time"] == 1e4
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
@@ -215,8 +218,11 @@ def test_traffic_says_which_bytes_no_formula_knows():
     row = (0, 0, 1, "all_reduce", "dp", (0, 1), -1, "intra", "grad_sync", 800, 801, 0.0, 1.0, -1)
     said = "wire_bytes=801, but all_reduce of 800 bytes among 2 ranks"
     refuses(said, hand_made(plan=Plan(dp=2), calls=[row]).traffic)
-    for by in ("colour", None):
-        refuses(f"by={by!r}: unknown choice", synthetic.report(2).traffic, by=by)
+    report = synthetic.report(2)
+    for wrong in ({"by": "colour"}, {"by": None}, {"warmup": "x"}, {"bookkeeping": 1}):
+        ((name, value),) = wrong.items()
+        refuses(f"^{name}={value!r}: unknown choice", report.traffic, **wrong)
+    refuses("^rank=True: ", report.peaks, rank=True)
 
 
 def test_repr_is_one_line_that_no_clock_changes():
@@ -250,6 +256,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tm
     refuses(r"meta\['clever'\].*has no plain form", dataclasses.replace, report, meta=clever)
     for call, said in (
         (lambda: report.save(tmp_path / "nowhere" / "a.json"), "there is no folder .*nowhere"),
+        (lambda: report.save("/proc/a.json"), "'/proc/a.json'$"),  # not of a scratch file
         (lambda: load(tmp_path / "gone.json"), r"gone\.json: there is no such file"),
         (lambda: load(tmp_path), r"it has no rank-00000\.json"),
     ):
