@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import re
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -270,6 +271,10 @@ def test_lines_and_words_stand_out_from_their_paper(look):
     assert all(contrast(c, look.paper) >= 3 for c in look.series)
     fills = [*theme.KIND_COLOUR.values(), *theme.CATEGORY_COLOUR.values(), *look.series]
     assert all(contrast(theme.on(c), c) >= 4 for c in fills)
+    # Who lacks cones for red or for green sees brightness and blue; who lacks blue ones, the rest.
+    for seen in ([[0.2126, 0.7152, 0.0722], [0, 0, 1]], [[1, 0, 0], [0, 1, 0]]):
+        places = [np.cbrt(seen @ linear(colour)) for colour in look.series]
+        assert all(np.linalg.norm(a - b) > 0.1 for a, b in combinations(places, 2))
 
 
 def test_an_algorithm_and_a_form_look_the_same_in_every_figure():
@@ -347,7 +352,8 @@ def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
 def test_timelines_say_who_is_faster_and_by_how_much():
     fast = synthetic.report(2)
     slow = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(grad_sync="bucketed"))
-    assert view.timelines(slow, fast).finding.startswith("Overlapped takes ")
+    said = view.timelines(slow, fast).finding
+    assert said.startswith("Overlapped takes ") and said.endswith(", 2.50 times as long")
     assert "All take the same time" in view.timelines(fast, fast).finding
     replayed = dataclasses.replace(fast, clock="replayed")
     wall = view.timelines(stretched(fast, 2.5), replayed)
@@ -405,10 +411,18 @@ def test_a_traced_function_is_named_and_its_sends_say_to_whom():
 
 def test_a_legend_has_a_colour_once_and_its_entry_hides_all_of_that_colour():
     both = view.timelines(traced(), forms()["overlapped"]).data
-    shown = {bar.name: bar.marker.color for bar in both if bar.showlegend is not False}
-    assert len(set(shown.values())) == len(shown) and "communication, dp and world" in shown
+    shown = [(bar.marker.color, bar.name) for bar in both if bar.showlegend is not False]
+    assert len({colour for colour, _ in shown}) == len(shown)
+    assert "communication, dp and world" in {name for _, name in shown}
     sends = [bar for bar in both if bar.marker.color == theme.AXIS_COLOUR["dp"]]
     assert len(sends) == 2 and len({bar.legendgroup for bar in sends}) == 1
+    four = synthetic.report(4)
+    sent = four.spans["lane"].str.startswith("comm:")
+    for groups, said in ((3, "g0 and g1 and g2"), (4, "g0 and 3 other groups")):
+        lane = four.spans["lane"].copy()
+        lane[sent] = [f"comm:g{i % groups}" for i in range(sent.sum())]
+        bars = dataclasses.replace(four, spans=four.spans.assign(lane=lane)).timeline().data
+        assert f"communication, {said}" in {bar.name for bar in bars}
 
 
 def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_sends_most():
@@ -557,7 +571,6 @@ def test_algorithms_say_which_is_fastest_where_and_rounding_errors_cross_nothing
     assert "everywhere" not in said or not chart.layout.shapes
 
 
-# ---- memory --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("meet, side", [(3e4, "left"), (9.5e5, "right")])
 def test_the_label_of_a_crossover_at_the_right_end_is_left_of_its_line(meet, side):
     sizes = (1e3, meet, 1e6)
@@ -566,6 +579,7 @@ def test_the_label_of_a_crossover_at_the_right_end_is_left_of_its_line(meet, sid
     assert label.xanchor == side
 
 
+# ---- memory --------------------------------------------------------------------------------------
 def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
     chart = view.bytes_bars({"a": {"other": 1e9, **STATES}, "b": {"parameters": 2e9}})
     assert [t.name for t in chart.data] == [
@@ -656,6 +670,7 @@ ONE = synthetic.report(2)
 
 @pytest.mark.parametrize(("says", "draw"), [
     ("nothing to draw", lambda: view.timelines()),
+    ("reports=3: not a report", lambda: view.timelines(ONE, 3)),
     ("the number of reports is 2", lambda: view.timelines(ONE, ONE, labels=["a"])),
     ("labels='ab': not a list", lambda: view.timelines(ONE, ONE, labels="ab")),
     ("step=9.*legal: 0", lambda: view.timelines(ONE, step=9)),

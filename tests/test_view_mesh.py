@@ -142,6 +142,8 @@ def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     assert list(cells(chart)) == [0]
     assert chart.finding == "There is only one rank, so it shares a group with no other"
     refuses("rank=4: out of range; legal: a whole number from 0 to 3", mesh, pl.Plan(dp=4), rank=4)
+    refuses("plan=4: not a plan", mesh, 4)
+    refuses("cluster=8: not a cluster", mesh, pl.Plan(), 8)
     refuses(r"it has 8 devices, the plan needs 16.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
 
 

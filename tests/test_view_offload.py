@@ -164,6 +164,8 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
     chart = one.timeline(step=1)
     drawn = bars(chart)
     assert len(drawn) == len(WORK) + len(COPIES)
+    legend = [trace.name for trace in chart.data if trace.showlegend]
+    assert sorted(legend) == sorted({trace.name for trace in chart.data})
     for lane, op, category, size, start, end in COPIES:
         row = {"h2d": ROWS[0], "d2h": ROWS[1]}.get(lane) or f"disk {op}"
         (box,) = [b for b in drawn if b["row"] == row and b["start"] == pytest.approx(start)]

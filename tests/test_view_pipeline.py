@@ -1,5 +1,6 @@
 """Promises of a pipeline's pictures: every action drawn, every bubble seen as one, one scale."""
 
+import re
 from collections import Counter
 from functools import cache
 
@@ -104,10 +105,16 @@ def test_forward_backward_and_its_halves_have_the_kits_colours_and_later_chunks_
     assert fill["forward"] == theme.KIND_COLOUR["forward"]
     assert fill["backward, or its input half"] == theme.KIND_COLOUR["backward"]
     assert fill["backward, weight half"] == theme.KIND_COLOUR["weight_grad"]
-    for name in ("forward", "backward"):
-        drawn = [bar for bar in predicted("interleaved").timeline().data if bar.name == name]
-        kind = theme.KIND_COLOUR[name]
-        assert [bar.marker.color for bar in drawn] == [kind, theme.shade(kind, 1, 2)]
+    chunks = [bar for bar in predicted("interleaved").timeline().data if bar.name == "forward"]
+    kind = theme.KIND_COLOUR["forward"]
+    assert [bar.marker.color for bar in chunks] == [kind, theme.shade(kind, 1, 2)]
+    # One entry in the legend, and a click hides both.
+    assert [bar.showlegend for bar in chunks] == [True, False]
+    assert {bar.legendgroup for bar in chunks} == {"forward"}
+    for chunk, bar in enumerate(chunks):
+        assert bar.textfont.color == theme.on(bar.marker.color)
+        stages = {int(at) for said in bar.hovertext for at in re.findall(r"stage (\d+)", said)}
+        assert stages - {0} == {*range(4 * chunk, 4 * chunk + 4)} - {0}  # of 8, dealt in turn
 
 
 def test_many_boxes_become_a_window_and_every_ranks_total(monkeypatch):

@@ -26,6 +26,11 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
         assert kept[stage, category] == pytest.approx(kept[0, category] / DP, rel=0.05)
     assert (table.groupby(["stage", "category"])["bytes"].nunique() == 1).all()
     refuses("dp=1", view.zero_shards, MODEL, 1)
+    for dp, name in ((DP, "rank 3"), (16, "15")):  # the words in the margin have the same room
+        chart = view.zero_shards(MODEL, dp)
+        low, high = chart.layout.xaxis.range
+        assert -low / (high - low) == pytest.approx(1.35 / 6.1)
+        assert name in [note.text for note in chart.layout.annotations]
 
 
 def test_the_area_of_a_state_is_its_bytes():

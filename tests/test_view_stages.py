@@ -72,6 +72,8 @@ def test_links_carry_what_ranks_send_and_take_bytes_over_bandwidth():
     colours = {trace.name: trace.marker.color for trace in chart.data}
     names = ["tp, all_gather", "tp, all_reduce", "dp, all_reduce", "pp, all_reduce", "pp, send"]
     assert colours == {name: theme.axis_colour(name[:2]) for name in names}
+    # Else a bar with a pattern has the colour of paper.
+    assert {trace.marker.pattern.fillmode for trace in chart.data} == {"overlay"}
     assert sum(sum(bar.x) for bar in chart.data) * 1e3 == pytest.approx(sent.sum())
 
 

@@ -202,4 +202,6 @@ def test_the_title_names_the_crossovers_and_the_picture_marks_them():
     assert [s.x0 for s in chart.layout.shapes] == pytest.approx(exact, rel=2e-3)
     assert list(chart.data[-1].x) == [s.x0 for s in chart.layout.shapes]  # rings
     assert chart.table["tokens"].max() == pytest.approx(2**20)
+    for tp, modes in ((4, ["1d", "2d"]), (8, ["1d", "2.5d", "3d"])):  # one grid of 2.5D is 2D
+        assert view.crossover(GPT3, tp).table["mode"].unique().tolist() == modes
     assert view.crossover(GPT3, 6).finding.startswith("h=12,288, MLP on 6 ranks: 1D: ")

@@ -106,11 +106,17 @@ def test_the_table_and_the_code_say_what_is_predicted(bench):
     sent = float(report.traffic()["bytes"].mean())
     assert row["sent inside a node"] == view.theme.scaled(sent, "B")
     assert row["sent between nodes"] == "0 B"
+    tokens = report.plan.global_batch * MODEL.seq_len / bench.values.predicted.step_time
+    assert row["tokens per second"] == f"{tokens:,.0f}"
     said = re.search("plan = (.*?)</div>", bench._code.value)[1]
     assert eval(said, {"pl": pl}) == bench.values.plan
 
 
-def test_ranks_by_the_thousand_are_drawn_in_part():
+def test_ranks_by_the_thousand_are_drawn_in_part_and_deep_pipelines_as_stretches():
+    plan = pl.Plan(pp=8, microbatches=32, microbatch_size=1)
+    deep = pl.predict(MODEL, plan, CLUSTER, steps=1, detail="actions")
+    assert widget_explore._boxes_per_rank(deep) < widget_explore.BOXES  # those of two stages fit
+    assert repr(widget_explore.step_chart(deep)).startswith("Chart(stage time of")
     cluster = pl.Cluster.preset("dgx-a100", nodes=384)
     plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=4, microbatch_size=1, recompute="full")
     bench = pl.explore(pl.ModelSpec.preset("ptdp-1t"), plan, cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from paralab.theory.zero import volume
 from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
-from paralab.view.widget_steps import share_of_step
+from paralab.view.widget_steps import Steps, share_of_step
 from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, bars, numbers
 
 NAMES = list(STAGES.values())
@@ -55,6 +56,15 @@ def test_a_part_of_a_step_is_never_more_than_the_step_it_is_of():
     uneven = dataclasses.replace(report, **tables)
     for part in ("work", "wait"):
         assert share_of_step(uneven, part) == share_of_step(report, part)
+
+
+def test_a_run_is_held_against_its_prediction_in_the_right_direction():
+    for predicted, said in ((1.0, "equals"), (0.9, "is 10 % below"), (1.2, "is 20 % above")):
+        at = SimpleNamespace(**{
+            name: SimpleNamespace(step_time=seconds)
+            for name, seconds in (("predicted", predicted), ("replayed", 1.0))
+        })  # fmt: skip
+        assert Steps._outcome(None, at) == f"the predicted step time {said} the replayed one"
 
 
 # ---- memory and collective -----------------------------------------------------------------------
@@ -190,16 +200,16 @@ def test_zero_stage_that_is_chosen_stands_out_and_the_title_says_what_it_costs(w
 
 
 def test_zero_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget):
-    chart, found = widget.run(stage=3).wait(PATIENCE), widget.result
-    assert list(bars(chart)) == [*NAMES, "measured"]
+    chart, found = widget.run(stage=2).wait(PATIENCE), widget.result
+    assert list(bars(chart)) == [*NAMES[:3], "measured", NAMES[3]]
     assert bars(chart)["measured"] == found.peak_memory == found.peaks()["measured"]["total"]
     parts = chart.table[chart.table["bar"] == "measured"].set_index("category")["bytes"]
     assert parts.drop("sent").to_dict() == found.peaks()["measured"].drop("total").to_dict()
     sent = bars(chart, "sent")
-    assert sent["measured"] == sent["ZeRO-3"] == found.traffic()["bytes"].max()
+    assert sent["measured"] == sent["ZeRO-2"] == found.traffic()["bytes"].max()
     assert "exactly as predicted" in widget._status.value
-    assert numbers(widget)[-1]["at the peak"] == "ZeRO-3, measured"
-    for knob in ({"stage": 2}, {"microbatches": 1}, {"precision": "bf16"}, {"recompute": "full"}):
+    assert numbers(widget)[-1]["at the peak"] == "ZeRO-2, measured"
+    for knob in ({"stage": 3}, {"microbatches": 1}, {"precision": "bf16"}, {"recompute": "full"}):
         old = {name: widget.values[name] for name in knob}
         assert widget.set(**knob).result is None and widget.state == "idle"
         assert widget.set(**old).result is found and widget.state == "done"

@@ -12,9 +12,10 @@ import paralab as pl
 from paralab import view
 from paralab.launch import _shared_server
 from paralab.view import widget_parts, widget_picture, widgets
+from paralab.view.chart import Chart
 from paralab.view.widget_live import View
 from refusals import refuses
-from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, numbers, shown
+from widgets import CLUSTER, LINK, MAKE, PATIENCE, TINY, ZERO, numbers, shown
 
 
 @pytest.fixture
@@ -65,6 +66,43 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert not one.figure.layout.title.text and one.figure.layout.width is None
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_page_hears_of_a_whole_figure_then_of_what_differs_or_of_all_again(monkeypatch, first):
+    """A slow page draws what it hears of at once, and never what comes later. Nor can it load
+    plotly in the two seconds that a widget has to initialize: that code is not the figure's.
+    """
+    import comm
+
+    told, again, sent, make = [], [], [], comm.create_comm
+
+    def listen(*args, **settings):
+        told.append((settings.get("data") or {}).get("state") or {})
+        return make(*args, **settings)
+
+    def into(heard):
+        return lambda *what, **named: heard.append([*what, *named.values()][0])
+
+    monkeypatch.setattr(comm, "create_comm", listen)
+    bar = {"type": "bar", "x": ["a", "b"], "y": [3, 4], "name": "old"}
+    one = View(Chart(data=[bar], layout={"height": 77}), first=first)
+    (state,) = [state for state in told if "_widget_data" in state]
+    assert [tuple(trace["x"]) for trace in state["_widget_data"]] == [("a", "b")]
+    assert state["_widget_layout"]["height"] == 77 and state["_config"]["responsive"]
+    assert len(state["_esm"]) < 5_000 and (len(state["_bundle"]) > 1_000_000) is first
+    for name, heard in {"addTraces": again, "relayout": again, "update": sent}.items():
+        monkeypatch.setattr(one.figure, f"_send_{name}_msg", into(heard))
+    one.figure._handle_custom_msg({"listens": True}, [])
+    assert not again  # nothing has changed
+    changed = Chart(data=[bar | {"y": [3, 5]}], layout={"height": 88})
+    for _ in range(2):
+        one.show(changed)
+    assert [list(values) for values in sent] == [["y"]]
+    one.figure._handle_custom_msg({"listens": True}, [])  # what was said may have been lost
+    traces, layout = again
+    assert len(traces) == 1 and layout["height"] == one.figure.layout.height == 88
+    assert shown(one.figure) == shown(View(changed).figure)
+
+
 # ---- sliders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"explore"}))  # see test_widget_explore.py
 def test_the_picture_follows_each_knob_and_is_that_of_the_plain_call(make, name):
@@ -97,6 +135,8 @@ def test_the_picture_of_a_plan_is_its_predicted_timeline(widget):
     assert (at.plan.dp, at.plan.grad_sync, at.cluster.intra.bandwidth) == (3, "naive", 10**8)
     expect = pl.predict(TINY, at.plan, at.cluster, steps=1)
     assert widget.chart.table.equals(expect.timeline(ranks=range(3)).table)
+    samples = f"{at.plan.global_batch / expect.step_time:,.0f}"
+    assert numbers(widget)[0]["samples per second"] == samples
 
 
 @pytest.mark.parametrize(("knob", "why"), [
@@ -109,6 +149,18 @@ def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):
     for call in (widget.predict, widget.set, widget.run):
         refuses(why, call, **knob)
     assert widget.state == "idle"
+
+
+def test_the_repr_says_the_settings_and_nothing_of_the_machine():
+    own = LINK.replace(bandwidth=1234567)
+    other = CLUSTER.replace(intra=own, host=own, disk=own)
+    for said in (
+        "data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)",
+        "tensor1d(4 ranks, replicated, 4 samples, own link)",
+        "offload(own disk, own link, 8 samples, 1 micro-batch, files, files, 1 device)",
+    ):
+        for cluster in (CLUSTER, other):
+            assert repr(getattr(widgets, said.partition("(")[0])(cluster=cluster)) == said
 
 
 NO_HOST = CLUSTER.replace(host_bandwidth=None)
@@ -125,6 +177,7 @@ WRONG = [
     ("tensor", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism alone.*tp of at least 2"),
     ("tensor1d", {"plan": pl.Plan(tp=4, tp_mode="2d")}, "tensor parallelism in 1D alone"),
     ("tensor1d", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism in 1D alone"),
+    ("tensor1d", {"plan": pl.Plan(pp=2)}, "tensor parallelism in 1D alone"),
     ("offload", {"cluster": NO_HOST}, "host_bandwidth=None: the plan offloads"),
 ]
 
@@ -268,7 +321,8 @@ REFUSED = [  # widget, settings, the machine, why it is not run, and whether the
     ("tensor", {"ranks": 8}, None, "“Run it” cannot train with 2D, as tp=8 is impossible: ", True),
     ("tensor", {}, MUCH, "would need .* this machine's 1.05 MB: a smaller model", False),
     ("zero", {}, MUCH, "would need .* a smaller model or batch would fit", False),
-    ("offload", {"ranks": 2}, MUCH, "would need .* this machine's 1.05 MB", False),
+    ("offload", {"ranks": 2}, MUCH,  # 2.12 MB on a device and 1.03 MB on the host, twice
+     "would need 6.32 MB, .* this machine's 1.05 MB", False),
     ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: choose fewer ranks", True),
     ("memory", {"layers": 96, "hidden": 12288}, None,
      "2.78 TB, and may take half of this machine's 10 GB", False),
@@ -301,12 +355,15 @@ def test_what_cannot_run_here_is_refused_in_words(
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
 
 
-@pytest.mark.parametrize("name", ["memory", "offload"])
-def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, name):
-    widget = make(name)
+@pytest.mark.parametrize(("name", "knobs", "waits"), [
+    ("memory", {}, 1), ("offload", {"ranks": 4, "bandwidth": 5e7}, 2),
+])  # fmt: skip
+def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, name, knobs, waits):
+    """Four ranks on two cores take twice as long; a disk takes as long as the slider says."""
+    widget = make(name).set(**knobs)
     monkeypatch.setattr(type(widget), "longest", 0.0)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
-    took = widget_parts.duration(widget.steps * widget.values.predicted.step_time)
+    took = widget_parts.duration(widget.steps * widget.values.predicted.step_time * waits)
     assert f"would take about {took} here" in widget._refused(widget.values)
 
 

@@ -13,7 +13,9 @@ ENDS = """(kind) => [...document.querySelectorAll(kind)].map(
 def test_printed_figures_and_their_titles_fit_on_the_paper(browser, tmp_path):
     path = tmp_path / "report.html"
     synthetic.with_memory(synthetic.report(4)).to_html(path)
-    page = browser.new_page()
+    page, complaints = browser.new_page(), []
+    for kind in ("console", "pageerror"):
+        page.on(kind, lambda said: complaints.append(str(said)))
     page.set_viewport_size({"width": 1900, "height": 900})
     page.goto(path.as_uri())
     before = page.evaluate(DRAWN)
@@ -29,5 +31,6 @@ def test_printed_figures_and_their_titles_fit_on_the_paper(browser, tmp_path):
     page.emulate_media(media="print")
     ends = {kind: page.evaluate(ENDS, kind) for kind in (".main-svg", ".gtitle", "section")}
     page.close()
+    assert not complaints
     assert len(ends[".gtitle"]) == 4 and max(ends["section"]) <= PAPER
     assert max(ends[".main-svg"] + ends[".gtitle"]) <= min(ends["section"])
