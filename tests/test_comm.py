@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import weakref
 from collections import Counter
@@ -82,6 +83,7 @@ def test_every_operation_gives_what_its_name_says(n, staged):
             assert values[f"reduce {root}"] == (total if rank == root else data[rank])
         if n > 1:
             assert values["ring"] == data[(rank - 1) % n]
+        assert part["collectives"]["call"] == parts[0]["collectives"]["call"]
     if n == 2 and staged:
         assert_copied_down_what_is_read_and_up_what_is_filled(parts[0]["copies"])
 
@@ -217,9 +219,16 @@ def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
         assert not any(found.values()), found  # of 100; without care 3 to 60 of each
 
 
-def test_what_is_never_given_back_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr(transports, "PATIENCE", 0.1)
+def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypatch):
     lent = transports.Lent([torch.zeros(3)], Ledger(Recorder(rank=0, world_size=1)))
+    weight = torch.ones(3, requires_grad=True)  # its backward needs what it was multiplied with
+    monkeypatch.setattr(transports, "PATIENCE", 20.0)
+    for use in (lambda t: weight * t, torch.Tensor.detach):  # which has the storage alone
+        keeps = [use(lent.tensors[0])]
+        threading.Timer(0.1, keeps.clear).start()
+        lent.wait()
+        assert not keeps
+    monkeypatch.setattr(transports, "PATIENCE", 0.1)
     view = lent.tensors[0][1:]
     lent.wait()
     assert view.tolist() == [0.0, 0.0]

@@ -141,8 +141,11 @@ def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
     check_messages(program, calls)
     if plan.zero_stage:
         check_zero(program, calls)
-    elif plan.dp > 1:  # an all-reduce of every gradient
-        size = program.item_of("grad") * sum(u.numel for units in program.units for u in units)
+    elif plan.dp > 1:  # an all-reduce of every gradient, and of little padding in buckets
+        units, shapes = [u for units in program.units for u in units], program.model.shapes
+        padding = [u.numel - sum(math.prod(shapes[name]) for name in u.names) for u in units]
+        assert 0 <= min(padding) <= max(padding) < (1 if plan.grad_sync == "naive" else plan.dp)
+        size = program.item_of("grad") * sum(u.numel for u in units)
         assert total(calls, phase="grad_sync") == 2 * (plan.dp - 1) * size * plan.tp
     check_tensor(model, plan, calls)
 

@@ -265,6 +265,16 @@ def test_jobs_keep_their_order_and_come_after_what_they_need(recorder):
         lane.close()
 
 
+def test_an_error_reaches_what_waits_and_what_comes_after_does_not_run(recorder):
+    lane, ran = Lane("disk", recorder), []
+    failed = lane.submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: ran.append("after it"), after=[failed]).wait()
+    lane.submit(lambda: ran.append("next")).wait()  # the lane itself goes on
+    lane.close()
+    assert ran == ["next"]
+
+
 @pytest.fixture
 def recorder():
     made = Recorder(rank=0, world_size=1)
@@ -275,7 +285,7 @@ def recorder():
 def test_waiting_for_the_last_of_a_chain_is_waiting_for_all_of_it(recorder):
     own, jobs = [Lane(name, recorder) for name in ("disk", "host", "d2h")], []
     for number in range(60):
-        jobs.append(own[number % 3].submit(lambda: None, after=jobs[-1:]))
+        jobs.append(own[number % 3].submit(lambda: None, after=jobs[-1:] + jobs[-7:-6]))
     for job in (jobs[-1], *jobs):
         job.wait()  # the first time alone is in the picture
         assert all(one.over for one in jobs)

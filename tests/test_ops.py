@@ -1,8 +1,6 @@
-"""A block of one's own as an op: its results, its gradients, and what a block cannot be.
-
-The gradients that are written by hand are held against autograd in whole trainings: in
-test_programs_equal.py and, next to all other settings, in test_composed.py. What an op keeps and
-defers is held against the ledger in test_interpret_memory.py.
+"""Every op by itself has the gradients of autograd; a block of one's own also its results, and what
+a block cannot be. What an op keeps and defers is held against the ledger in
+test_interpret_memory.py.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat, Into
 from paralab.interpret.run import Env
 from paralab.model import draws
+from paralab.model.ops import Collective, FusedAttention
 from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
 from refusals import refuses
@@ -87,6 +86,28 @@ class Sharing(Squash):
 
 
 OWN = (Own, Squash, Sharing)
+STANDARD = {  # (changes of SPEC, a plan, the rank's index in its tp group)
+    "plain": ({}, {}, 0),
+    "untied, dropout": ({"tied": False, "dropout": 0.3}, {}, 0),
+    "fused": ({"attention": "sdpa"}, {}, 0),
+    "fused, dropout": ({"attention": "sdpa", "dropout": 0.3}, {}, 0),
+    "tp": ({}, {"tp": 2}, 1),
+    "sequence parallel": ({"dropout": 0.3}, {"tp": 2, "sequence_parallel": True}, 1),
+}
+
+
+def surroundings(program, tp: int) -> Env:
+    recorder = Recorder(rank=0, world_size=1)
+    env = Env(SimpleNamespace(program=program, recorder=recorder, seed=3, device="cpu", tp=tp), {})
+    env.step, env.sample = 2, 5
+    return env
+
+
+def nothing_in(names, program, dtype: torch.dtype) -> Flat:
+    """A new gradient of these parameters."""
+    shapes = program.model.shapes
+    unit = Unit(names=tuple(names), numel=sum(math.prod(shapes[name]) for name in names))
+    return Flat(unit, torch.full((unit.numel,), math.nan, dtype=dtype), program.model)
 
 
 class Case:
@@ -94,10 +115,8 @@ class Case:
 
     def __init__(self, block: type[nn.Module], dtype: torch.dtype) -> None:
         self.program = compiled(SPEC.replace(block=block), pl.Plan(precision=NAMES[dtype]))
-        self.block, self.dtype, recorder = block, dtype, Recorder(rank=0, world_size=1)
-        given = SimpleNamespace(program=self.program, recorder=recorder, seed=3, device="cpu", tp=0)
-        self.env = Env(given, {})
-        self.env.step, self.env.sample, self.env.dtype = 2, 5, dtype
+        self.block, self.dtype, self.env = block, dtype, surroundings(self.program, 0)
+        self.env.dtype = dtype
         self.op = self.program.model.ops[2]  # behind the embedding's two
         self.draw = torch.Generator().manual_seed(0)
         self.names = {local: f"{self.op.name}.{local}" for local in self.op.params}
@@ -116,10 +135,7 @@ class Case:
 
     def flat(self) -> Flat:
         """A new gradient of everything that the op adds to."""
-        numels = [weight.numel() for weight in self.weights.values()]
-        unit = Unit(names=tuple(self.names.values()), numel=sum(numels))
-        flat = torch.full((unit.numel,), math.nan, dtype=self.dtype)
-        return Flat(unit, flat, self.program.model)
+        return nothing_in(self.names.values(), self.program, self.dtype)
 
     def backward(self, kept, into: Flat) -> torch.Tensor:
         """The gradient of the input; the parameters' is added to ``into``."""
@@ -149,6 +165,52 @@ def close(found, expected, tolerance: float, what: str) -> None:
     scale = expected.abs().max().item() or 1.0
     gap = (found.double() - expected.double()).abs().max().item() / scale
     assert gap <= tolerance, f"{what}: {gap:.1e} of its largest entry"
+
+
+@pytest.mark.parametrize("setting", STANDARD)
+def test_gradients_of_every_standard_op_are_those_of_autograd_on_its_forward(setting):
+    changes, plan, tp = STANDARD[setting]
+    program, draw = compiled(SPEC.replace(**changes), pl.Plan(**plan)), torch.manual_seed(0)
+    env, shapes, state = surroundings(program, tp), program.model.shapes, ()
+    env.share, env.targets = 0.25, torch.randint(SPEC.vocab, (12,), generator=draw)
+
+    def gathered(op, method, number, every, own):
+        every.copy_(own.detach() + 1)  # what another rank sends
+        every[tp] = own
+
+    env.call = gathered
+    for op in program.model.ops:
+        if isinstance(op, Collective):  # computes nothing, and may change the number of tokens
+            width = state[-1].shape[1]
+            state = (*state[:-1], torch.randn(op.out // width, width, generator=draw))
+            continue
+        state = state or (torch.randint(SPEC.vocab, (2, 6), generator=draw),)
+        names = op.owned | op.borrows | op.reads
+        weights = {k: torch.randn(shapes[n], generator=draw) for k, n in names.items()}
+        leaves = [t.requires_grad_() for t in (*state, *weights.values()) if t.is_floating_point()]
+        env.regathered = state[-1].detach()  # for layers that do not keep it
+        y, _ = op.forward(weights, tuple(t.clone() for t in state), env)
+        if isinstance(op, FusedAttention):
+            with env.drawing(op.name, op.p):
+                how = {"dropout_p": op.p, "is_causal": True}
+                x = F.scaled_dot_product_attention(*op.split(state[-1]), **how)
+            y = (*state[:-1], op.join(x))
+        if getattr(op, "late_bias", False):  # added elsewhere, its gradient is computed here
+            y = (*y[:-1], y[-1] + weights["bias"])
+        g = tuple(torch.randn(t.shape, generator=draw) for t in y if t.dim())  # the loss has none
+        of_y = g or (torch.tensor(env.share),)
+        found = torch.autograd.grad(y, leaves, of_y, allow_unused=True, materialize_grads=True)
+        into = nothing_in([names[k] for k in names if k not in op.reads], program, torch.float32)
+        with torch.no_grad():
+            _, kept = op.forward(weights, tuple(t.clone() for t in state), env)
+            mine, deferred = op.input_grad(weights, kept, tuple(t.clone() for t in g), env)
+            if deferred is not None:
+                op.weight_grad(deferred, Into(names, [into]), env)
+        mine = (*mine, *(into.views[names[k]] for k in weights if k not in op.reads))
+        for a, b in zip(mine, found[: len(found) - len(op.reads)], strict=True):
+            close(a, b, TOLERANCE[torch.float32], op)
+        assert not into.fresh, op  # every one was written
+        state = tuple(torch.randn(t.shape, generator=draw) for t in y)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
