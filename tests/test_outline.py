@@ -12,7 +12,7 @@ import pytest
 import paralab as pl
 from paralab.interpret.predict import predict
 from paralab.interpret.totals import Totals
-from paralab.parallel.schedules import Action
+from paralab.parallel.schedules import Action, one_f_one_b
 from paralab.programs.instructions import WORKERS
 from stated import mixed
 
@@ -76,6 +76,7 @@ PLANS = {
     "gradients on the host": {"dp": 2, "pp": 2, "microbatches": 6, "zero_stage": 2,
                               "offload": "cpu"},
     "own schedule": {"pp": 2, "microbatches": 7, "schedule": mixed},
+    "own, backward whole": {"pp": 3, "microbatches": 7, "schedule": one_f_one_b},
 }  # fmt: skip
 
 
