@@ -96,6 +96,16 @@ def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, name):
         assert [tuple(row) for row in rows(program, rank)] == recorded(report, rank)
 
 
+def test_ranks_that_keep_other_parts_of_shared_gradients_sum_other_bytes():
+    plan = pl.Plan(dp=4, tp=4, tp_mode="2.5d", zero_stage=3)
+    report = predict(MODEL, plan, ONE_NODE.replace(devices_per_node=16), steps=1)
+    program = compiled(MODEL, plan)
+    own = [[row.payload for row in rows(program, rank)] for rank in range(16)]
+    assert len(set(map(tuple, own))) > 1
+    for rank, calls in report.collectives.sort_values("span").groupby("rank"):
+        assert list(calls["payload_bytes"]) == own[rank]
+
+
 def boxes(report: pl.Report, rank: int) -> list[tuple]:
     """What the boxes of the second step are, and in which order; ``after`` within the step."""
     spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == 1)]

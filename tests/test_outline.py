@@ -246,6 +246,16 @@ def test_no_wait_ends_before_what_it_is_said_to_be_for(name, links):
         assert all(end[source] <= until + 1e-9 * actions.step_time for source in after)
 
 
+def test_adding_up_what_a_reduction_received_is_work_that_hides_calls_and_copies():
+    """On processors, whose reduce-scatter is an all-to-all and a sum on the rank's own thread."""
+    plan = pl.Plan(dp=2, microbatches=3, zero_stage=1, offload="cpu", bucket_bytes=3000)
+    hidden = []
+    for detail in ("calls", "actions"):
+        report = predict(MODEL, plan, FAST.replace(cores=8), steps=2, detail=detail)
+        hidden.append(report.summary()["value"].filter(like="hidden behind compute").to_dict())
+    assert hidden[1] == pytest.approx(hidden[0], abs=1e-3) and max(hidden[0].values()) > 1
+
+
 def test_an_outline_is_compared_with_a_run_by_its_sums(run):
     plan = pl.Plan(dp=2, microbatches=2, bucket_bytes=20_000)
     model = MODEL.replace(layers=2)
