@@ -177,7 +177,6 @@ def test_pipelines_of_odd_depth_are_searched():
 
 @pytest.mark.parametrize("fields", [
     {"dp": 4, "microbatch_size": 4},
-    {"dp": 4, "zero_stage": 3, "microbatches": 4},
     {"tp": 4, "sequence_parallel": True, "microbatches": 8},
     {"pp": 4, "microbatches": 16},
     {"offload": "cpu", "zero_stage": 1, "microbatch_size": 4},
