@@ -412,3 +412,15 @@ def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(
     assert len(simulated(microbatches=[1, 8])) > 1
     assert all(map(folds, simulated(microbatches=[1, 8])))
     assert len(simulated(microbatches=1)) == 1
+
+
+def test_of_few_plans_none_that_fits_and_is_faster_is_left_out():
+    """All of them are compiled, whatever their estimates of memory are."""
+    model = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=8, vocab=260)
+    asked = {"global_batch": 16, "recompute": "none", "offload": None}
+    found = pl.plan_search(model, LAPTOP, 2, **asked)
+    exact = [Totals(model, plan, LAPTOP, "adamw") for plan in found.plans]
+    rows = [(one.seconds(), one.peak) for one in exact]
+    limit = min(rows)[1]
+    best = pl.plan_search(model, LAPTOP, 2, memory=limit, **asked)
+    assert best.simulated[0] == pytest.approx(min(rows)[0])
