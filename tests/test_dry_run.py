@@ -10,6 +10,8 @@ from math import prod
 import pytest
 
 import paralab as pl
+from paralab import cli
+from refusals import shell_refuses
 from stated import TIERS
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
@@ -140,3 +142,9 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
 def test_what_no_run_could_do_is_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         pl.dry_run(**{"model": TRILLION, "plan": BIG, **arguments})
+
+
+def test_a_shell_has_it_too(capsys):
+    given = "dry-run --layers 4 --tp 2 --optimizer sgd --rank"
+    assert cli.main([*given.split(), "1"]) == 0 and "rank 1 of 2 ranks" in capsys.readouterr().out
+    assert "rank=2" in shell_refuses(capsys, *given.split(), "2")

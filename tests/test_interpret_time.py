@@ -257,6 +257,10 @@ def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():
     inside = spans(pipeline, pipeline.codes[0])
     for span, ins in zip(inside, pipeline.codes[0], strict=True):
         assert (span is None) == (ins.lane == "pp" or ins.phase == "tied")  # between two actions
+    adds = compiled(MODEL, pl.Plan(dp=2, zero_stage=2, microbatches=3, bucket_bytes=20_000))
+    found = spans(adds, adds.codes[0])  # what is added up behind an action's last compute is not in
+    actions = [span for span, _ in itertools.groupby(found) if span and span[1] >= 0]
+    assert len(actions) == 6 and ("copy", -1, 0, 0) in found
 
 
 # ---- which link ----------------------------------------------------------------------------------

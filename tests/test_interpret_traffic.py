@@ -9,13 +9,17 @@ import pytest
 
 import oracles
 import paralab as pl
+from paralab.interpret.memory import memory
 from paralab.interpret.predict import predict
+from paralab.interpret.time import time
 from paralab.interpret.traffic import rows
 from paralab.parallel.layouts import kind_of
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import WAIT
 from paralab.programs.program import Program
+from paralab.programs.skeleton import stage_parts
+from paralab.spec import links
 from test_programs_offload import copies_of, held_by
 from together import reports
 
@@ -92,6 +96,16 @@ def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, name):
         assert [tuple(row) for row in rows(program, rank)] == recorded(report, rank)
 
 
+def test_ranks_that_keep_other_parts_of_shared_gradients_sum_other_bytes():
+    plan = pl.Plan(dp=4, tp=4, tp_mode="2.5d", zero_stage=3)
+    report = predict(MODEL, plan, ONE_NODE.replace(devices_per_node=16), steps=1)
+    program = compiled(MODEL, plan)
+    own = [[row.payload for row in rows(program, rank)] for rank in range(16)]
+    assert len(set(map(tuple, own))) > 1
+    for rank, calls in report.collectives.sort_values("span").groupby("rank"):
+        assert list(calls["payload_bytes"]) == own[rank]
+
+
 def boxes(report: pl.Report, rank: int) -> list[tuple]:
     """What the boxes of the second step are, and in which order; ``after`` within the step."""
     spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == 1)]
@@ -127,7 +141,11 @@ def sent(program: Program, rank: int) -> Counter:
     )
 
 
-def test_the_program_of_every_frozen_plan_holds_and_sends_copies_and_keeps_what_it_did_before():
+def test_every_frozen_plan_holds_and_sends_copies_keeps_and_takes_what_it_did_before():
+    """Ops take fewer kernels than autograd's layers did, and groups of one rank no time. Alpha was
+    paid for a call, and is paid for each of its messages. Every block had a causal mask of its own
+    among its parameters.
+    """
     frozen, wrong = oracles.load(), []
     assert Counter(one.source for one in frozen) == {"pairwise": 51, "drawn": 200}
     assert len({(one.model, one.plan, one.clip_norm) for one in frozen}) == len(frozen)
@@ -135,6 +153,10 @@ def test_the_program_of_every_frozen_plan_holds_and_sends_copies_and_keeps_what_
         clips = one.clip_norm is not None
         program = compiled(one.model, one.plan, optimizer=one.optimizer, clips=clips)
         check(program)
+        calls = (row for row in rows(program, 0) if row.op != "recv" and len(row.ranks) > 1)
+        more = sum(links.messages(row.op, len(row.ranks)) - 1 for row in calls)
+        longest = 1.1 * one.step_time + more * oracles.MACHINE.inter.alpha
+        assert 0.4 * one.step_time < time(program, oracles.MACHINE).seconds < longest, one.name
         for rank in range(one.plan.world_size):
             found = sent(program, rank)
             copies = Counter(copies_of(program, one.plan.place(rank).pp))
@@ -145,7 +167,14 @@ def test_the_program_of_every_frozen_plan_holds_and_sends_copies_and_keeps_what_
                 continue  # of a delayed update there is one step alone
             tiers = {tier: held[tier]["most"] for tier in ("host", "file") if tier in held}
             most = {(tier, c): size for tier, of in tiers.items() for c, size in of.items()}
-            assert held_by(program, one.plan.place(rank).pp) == most, one.name
+            at, was = one.plan.place(rank), held["at_end"]
+            assert held_by(program, at.pp) == most, one.name
+            before = memory(program, at.pp, index=at.dp % program.shards).before
+            assert before.get(("device", "optimizer"), 0) == was.get("optimizer", 0), one.name
+            stages = stage_parts(one.model, one.plan)[at.pp :: one.plan.pp]
+            blocks = sum(name.startswith("blocks") for parts in stages for name in parts)
+            parameters = max(0, was.get("parameters", 0) - blocks * one.model.seq_len**2)
+            assert before.get(("device", "parameters"), 0) == parameters, one.name
     assert not wrong
 
 

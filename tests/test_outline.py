@@ -12,7 +12,7 @@ import pytest
 import paralab as pl
 from paralab.interpret.predict import predict
 from paralab.interpret.totals import Totals
-from paralab.parallel.schedules import Action
+from paralab.parallel.schedules import Action, one_f_one_b
 from paralab.programs.instructions import WORKERS
 from stated import mixed
 
@@ -76,6 +76,7 @@ PLANS = {
     "gradients on the host": {"dp": 2, "pp": 2, "microbatches": 6, "zero_stage": 2,
                               "offload": "cpu"},
     "own schedule": {"pp": 2, "microbatches": 7, "schedule": mixed},
+    "own, backward whole": {"pp": 3, "microbatches": 7, "schedule": one_f_one_b},
 }  # fmt: skip
 
 
@@ -243,6 +244,16 @@ def test_no_wait_ends_before_what_it_is_said_to_be_for(name, links):
     assert any(waits["after"])
     for until, after in zip(waits["end"], waits["after"], strict=True):
         assert all(end[source] <= until + 1e-9 * actions.step_time for source in after)
+
+
+def test_adding_up_what_a_reduction_received_is_work_that_hides_calls_and_copies():
+    """On processors, whose reduce-scatter is an all-to-all and a sum on the rank's own thread."""
+    plan = pl.Plan(dp=2, microbatches=3, zero_stage=1, offload="cpu", bucket_bytes=3000)
+    hidden = []
+    for detail in ("calls", "actions"):
+        report = predict(MODEL, plan, FAST.replace(cores=8), steps=2, detail=detail)
+        hidden.append(report.summary()["value"].filter(like="hidden behind compute").to_dict())
+    assert hidden[1] == pytest.approx(hidden[0], abs=1e-3) and max(hidden[0].values()) > 1
 
 
 def test_an_outline_is_compared_with_a_run_by_its_sums(run):

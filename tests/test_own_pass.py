@@ -142,6 +142,25 @@ def test_gradients_of_each_micro_batch_are_summed_apart_and_added_up(trained):
     trained.assert_equals_the_reference(APART)
 
 
+@pytest.mark.parametrize(("is_copy", "waits"), [(False, 2), (True, 1)], ids=["call", "copy"])
+def test_one_instruction_may_be_in_a_list_twice_and_is_waited_for(is_copy, waits):
+    """A worker's lane makes both copies in order: the WAIT for the second is a WAIT for both."""
+
+    def waited(times):
+        def again(program):
+            codes = ([ins] * (times if chosen(ins) else 1) for ins in program.code)
+            return program.replace(sum(codes, []))
+
+        plan = pl.Plan(dp=2, zero_stage=1, offload="cpu" if is_copy else None, passes=(again,))
+        code = compiled(SPEC, plan).codes[0]
+        return [ins.reads for ins in code if ins.op == WAIT and chosen(ins)]
+
+    def chosen(ins):
+        return ins.lane == "h2d" if is_copy else "ALL_GATHER" in (ins.op, ins.at)
+
+    assert sorted(waited(2)) == sorted(waits * waited(1)) != []
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 def test_a_schedule_that_changes_between_two_calls_is_named():
     calls = []
@@ -183,6 +202,8 @@ GRAD = ("grad", 0, 0)
     (lambda code: [i for i in code if i.op != UPDATE], "(bucket 0) is updated 0 times"),
     (lambda code: [i for i in code if i.op != FORWARD], "the schedule has FORWARD embedding"),
     (lambda code: [*code, Instr(ADD, reads=(GRAD,), writes=(GRAD,))], "writes the same value"),
+    (lambda code: [*code, Instr(ADD, 0, -1, 0, (GRAD,), (("gshard", 0, 0),))],
+     "adds to gshard bucket 0, which no instruction has written; legal: KEEP"),
     (lambda code: [*code, Instr(RESCALE)], "adapts a loss scale"),
     (lambda code: [*code, Instr(WAIT)], "waits for nothing; legal: wait(call)"),
     (lambda code: [*code, Instr(FORWARD)], "has at=0, not a range of ops"),

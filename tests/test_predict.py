@@ -201,6 +201,17 @@ def test_the_halves_of_a_backward_cost_what_the_whole_does():
 
 
 # ---- memory ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_model_states_are_the_papers_formulas_with_padding(stage, precision):
+    """And a step count of four bytes for every tensor that AdamW updates."""
+    w, k = (4, 8) if precision == "fp32" else (2, 12)
+    plan = pl.Plan(dp=4, zero_stage=stage, precision=precision, bucket_bytes=20_000)
+    found = quick.states(program := compiled(MODEL, plan), 0)
+    psi, padding = MODEL.num_params, 4 * len(program.units[0])
+    for kind, size, first in (("parameters", w, 3), ("gradients", w, 2), ("optimizer", k, 1)):
+        share, more = size * psi // (4 if stage >= first else 1), size * padding
+        assert share <= found[kind] <= share + more + 4 * len(MODEL.parameter_shapes()), kind
 
 
 @pytest.mark.parametrize(

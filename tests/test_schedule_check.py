@@ -34,6 +34,8 @@ def refused(schedule, **more) -> ScheduleError:
     (["0F0 0B0", ""], 1, -1, "everything", "nothing to do"),
     (["0F0 0B0 2F0 2B0", "1F0 1B0"], 1, -1, "3F0", "forward of stage 3"),
     (["0F999999999999999 0B999999999999999", "1F0 1B0"], 0, -1, "0F0", "forward of stage 0"),
+    ([[Action(np.int64(0), "F", np.int64(0)), Action(np.int64(0), "B", np.int64(1))]],
+     0, 1, "0B1", "before 0F1"),
 ])  # fmt: skip
 def test_each_fault_is_named_by_rank_and_action(lists, rank, position, action, said):
     error = refused(lists)
@@ -87,6 +89,14 @@ def test_ranks_outside_the_circle_are_left_out_of_it():
     rows[r].insert(i, rows[r].pop(j))  # the last rank wants 3F2 before 3B0; rank 2 cannot have it
     error = refused(rows)
     assert [w[0] for w in error.waits] == [2, 3]
+
+
+def test_a_rank_can_wait_for_itself_and_in_the_circle_for_what_another_waits_at():
+    assert refused(["1F0 0F0 1B0 0B0"]).waits == ((0, "1F0", "0F0", 0),)
+    error = refused(["0F0 0B0 2F0 2B0", "1F0 1B0 3F0 3B0"])
+    assert error.waits == ((0, "0B0", "1B0", 1), (1, "1B0", "2B0", 0))
+    assert "needs 1B0 of rank 1; rank 1 waits" in str(error)
+    assert str(error).endswith("for instance 2B0 before 0B0 on rank 0")
 
 
 # ---- mutants ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
-from paralab.programs.search import SPARE, Search
+from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.spec.settings import Settings
@@ -173,6 +173,24 @@ def test_pipelines_of_odd_depth_are_searched():
     how = {"tp": 2, "zero_stage": 0, "schedule": "1f1b", "recompute": "none"}
     found = pl.plan_search(model, cluster, 12, global_batch=24, **how)
     assert set(found.table["pp"]) == {1, 2, 3, 6}
+
+
+@pytest.mark.parametrize("fields", [
+    {"dp": 4, "microbatch_size": 4},
+    {"tp": 4, "sequence_parallel": True, "microbatches": 8},
+    {"pp": 4, "microbatches": 16},
+    {"offload": "cpu", "zero_stage": 1, "microbatch_size": 4},
+], ids=str)  # fmt: skip
+def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(fields):
+    """As the compiled plan says, but for three tenths of what overlap saves in that."""
+    plan = pl.Plan(**fields)
+    pinned = {name: getattr(plan, name) for name in SETTINGS}
+    plans = space(SMALL, LAPTOP, plan.world_size, plan.global_batch, pinned)
+    estimate, exact = Estimate(plans, SMALL, LAPTOP, "adamw"), Totals(SMALL, plan, LAPTOP, "adamw")
+    assert list(plans) == [plan]
+    serial = exact.seconds(overlap=False)
+    saved = serial - exact.seconds()
+    assert saved and estimate.serial[0] == pytest.approx(serial, abs=0.3 * saved)
 
 
 A100 = pl.Cluster.preset("dgx-a100")
@@ -394,3 +412,15 @@ def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(
     assert len(simulated(microbatches=[1, 8])) > 1
     assert all(map(folds, simulated(microbatches=[1, 8])))
     assert len(simulated(microbatches=1)) == 1
+
+
+def test_of_few_plans_none_that_fits_and_is_faster_is_left_out():
+    """All of them are compiled, whatever their estimates of memory are."""
+    model = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=8, vocab=260)
+    asked = {"global_batch": 16, "recompute": "none", "offload": None}
+    found = pl.plan_search(model, LAPTOP, 2, **asked)
+    exact = [Totals(model, plan, LAPTOP, "adamw") for plan in found.plans]
+    rows = [(one.seconds(), one.peak) for one in exact]
+    limit = min(rows)[1]
+    best = pl.plan_search(model, LAPTOP, 2, memory=limit, **asked)
+    assert best.simulated[0] == pytest.approx(min(rows)[0])

@@ -13,7 +13,7 @@ from paralab.interpret.time import Times, walked
 from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
-from paralab.programs.instructions import SEND, WAIT, WORKERS
+from paralab.programs.instructions import COMPUTE, SEND, WAIT, WORKERS
 from paralab.programs.program import Program
 from paralab.programs.space import space
 from test_search import LAPTOP, NODES, SLOW, SMALL, SPARING
@@ -107,3 +107,21 @@ def test_tensor_parallelism_that_waits_takes_what_it_takes_without_overlap(more)
     found = seconds(waits, LAPTOP)  # where posting takes no time; else a call moves meanwhile
     assert found == pytest.approx(seconds(plan, LAPTOP, overlap=False), rel=1e-9)
     assert found > 1.0001 * seconds(plan, LAPTOP)
+
+
+@pytest.mark.parametrize("more", [{}, {"pp": 2, "schedule": "zb-h1"}], ids=str)
+def test_where_tensor_parallelism_waits_no_message_of_it_moves_while_its_rank_computes(more):
+    plan = pl.Plan(tp=2, microbatches=2, sequence_parallel=True, **more)
+
+    def moving(plan: pl.Plan) -> int:
+        """Messages in flight, summed over the instructions that compute."""
+        found, flying = 0, set()
+        for ins in compiled(SMALL, plan).codes[0]:
+            if ins.op == WAIT:
+                flying.discard(ins.reads)
+            elif ins.lane == "tp":
+                flying.add(ins.writes)
+            found += len(flying) * (ins.op in COMPUTE)
+        return found
+
+    assert moving(plan) > 0 == moving(plan.replace(tp_overlap=False))
