@@ -247,29 +247,31 @@ def test_gpu_observed_bytes_over_nccl_are_the_closed_form(observed, figures, nam
     assert found == expected
 
 
-# ---- overlap, as it is ---------------------------------------------------------------------------
+# ---- overlap -------------------------------------------------------------------------------------
 @of_a_device
 @pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (2, 4, 8)])
 @pytest.mark.parametrize(("schedule", "v"), [("1f1b", 1), ("interleaved", 2)])
-def test_gpu_bubble_is_written_down_next_to_its_formula(run, figures, n, schedule, v):
+def test_gpu_bubble_is_nearer_to_its_formula_than_to_stages_in_turn(run, figures, n, schedule, v):
+    """Predicted for this model on H100s, with links of 10 to 300 GB/s: 0.03 to 0.43."""
     m = 16
     plan = pl.Plan(pp=n, microbatches=m, schedule=schedule, virtual_stages=v, microbatch_size=4)
     report = run(WIDE, plan, steps=6, device=DEVICE)
     formula = (n - 1) / (v * m + n - 1)
     figures.append(("bubble", said(plan), n, f"{report.bubble:.3f}", f"{formula:.3f}"))
-    assert 0.0 < report.bubble < 1.0
+    assert 0.0 < report.bubble < (formula + (n - 1) / n) / 2
 
 
 @of_a_device
 @pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (2, 8)])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_gpu_hidden_share_of_gathers_is_written_down(run, figures, n, prefetch):
+def test_gpu_gathers_that_are_prefetched_hide(run, figures, n, prefetch):
+    """Predicted for H100s with links of 10 to 300 GB/s: 44 to 95 %, and at most 1 % without."""
     plan = pl.Plan(dp=n, zero_stage=3, prefetch=prefetch, microbatch_size=8)
     value = run(WIDE, plan, steps=6, device=DEVICE).summary()["value"]
     hidden, step = value["of it hidden behind compute"], value["step time"]
     figures.append(("communication that hides", said(plan), n, f"{hidden:.0f} %", ""))
     figures.append(("step", said(plan), n, f"{step:.4g} ms", ""))
-    assert 0.0 <= hidden <= 100.0
+    assert 25.0 * prefetch <= hidden <= 100.0
 
 
 # ---- an observed program -------------------------------------------------------------------------

@@ -488,7 +488,7 @@ def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(path):
     code = [c for c in lab.cells if c.cell_type == "code" and c.source.strip()]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     figures = [o.data for c in code for o in c.outputs if PLOTLY in o.get("data", {})]
-    assert all(PNG in data for data in figures)
+    assert all(base64.b64decode(data.get(PNG, ""))[:4] == b"\x89PNG" for data in figures)
     widgets = [c for c in code if re.search(r"pl\.(view\.widgets\.\w+|explore)\(", c.source)]
     assert all(any(PNG in o.get("data", {}) for o in c.outputs) for c in widgets)
 

@@ -552,11 +552,13 @@ def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
 # ---- what carries its messages -------------------------------------------------------------------
 def of_one_backend():
     calls, group = Calls(0, (0,)), dist.new_group([0], backend="cpu:gloo")
-    return calls.where(group, torch.device("cuda")).gloo, calls.backend("cuda:0"), calls.backends
+    over_gloo = [calls.where(group, torch.device(kind)).gloo for kind in ("cuda", "cpu")]
+    return over_gloo, calls.backend("cuda:0"), calls.backends
 
 
 def test_a_group_that_has_nothing_for_a_device_is_no_error():
-    assert pl.launch(of_one_backend, 1, device="cpu") == [(False, "", {"cuda": ""})]
+    found = ([False, True], "", {"cuda": "", "cpu": "gloo"})
+    assert pl.launch(of_one_backend, 1, device="cpu") == [found]
 
 
 def test_a_gather_of_unequal_parts_is_known():

@@ -234,11 +234,8 @@ window.lab = (() => {
   const dialogs = () =>
     [...document.querySelectorAll(".jp-Dialog")].map((dialog) => dialog.textContent.trim());
 
-  const height = () =>
-    cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
-
   return {
     ...{ said, listen, leave, turnTo, ready, state, write, stands, fails, ended },
-    ...{ figures, prints, missing, blank, buttons, crowded, dialogs, height },
+    ...{ figures, prints, missing, blank, buttons, crowded, dialogs },
   };
 })();
