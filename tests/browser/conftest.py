@@ -56,18 +56,20 @@ def open_notebook(
     browser: sync_api.BrowserContext,
     server: Server,
     pages: list[Notebook],
-) -> Callable[..., Notebook]:
+) -> Iterator[Callable[..., Notebook]]:
     """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
     the cells come after it. In the JupyterLab in which the one before was: to load that takes
-    several times as long as to open a notebook. With ``alone=True`` in one that was just loaded
-    and has no code for figures yet.
+    several times as long as to open a notebook. With ``alone=True`` in one that was just loaded,
+    has no code for figures yet, and is closed afterwards: next to what it draws a lab that is
+    opened takes ten times as long.
     """
-    request.node.stash[OPENED] = pages
+    request.node.stash[OPENED], left = pages, False
 
     def start(
         path: Path | None = None, *, cells: list[str] | None = None, alone: bool = False
     ) -> Notebook:
-        name = _placed(server, path, cells or [])
+        nonlocal left
+        name, left = _placed(server, path, cells or []), alone
         while alone and pages:
             pages.pop().close()
         if pages:
@@ -77,7 +79,9 @@ def open_notebook(
             pages[0].open()
         return pages[0]
 
-    return start
+    yield start
+    while left and pages:
+        pages.pop().close()
 
 
 def _placed(server: Server, path: Path | None, cells: list[str]) -> str:

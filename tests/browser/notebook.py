@@ -30,11 +30,13 @@ class Notebook:
 
     wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
            anywhere but loopback
+    ran    whether any cell has been run in its kernel
     """
 
     def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
         self.server, self.name = server, name
         self.wrong: list[str] = []
+        self.ran = False
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.add_init_script(path=Path(__file__).with_name("page.js"))
@@ -82,14 +84,22 @@ class Notebook:
         self._until_ready()
 
     def turn_to(self, name: str) -> None:
-        """Leave it as it is stored, end its kernel, and open another one in its place."""
+        """Leave it as it is stored, and open another one in its place. A kernel that has run
+        nothing is as good as a new one, and becomes that of the other one. Any other is ended.
+        """
         before, self.name = self._sessions(), name
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.ask("leave")
         self.wrong.clear()
+        if not self.ran:  # JupyterLab takes the session that has the name of the notebook
+            for session in before:
+                named = {"path": name, "name": name}
+                self.server.request(f"api/sessions/{session}", method="PATCH", body=named)
         self.ask("turnTo", name)
         self._until_ready()
-        self._end(before)
+        if self.ran:
+            self._end(before)
+        self.ran = False
         assert len(self._sessions()) == 1, f"{self.name} is not alone in having a kernel"
 
     def _until_ready(self) -> None:
@@ -103,6 +113,7 @@ class Notebook:
 
     def run_all(self, timeout: float = HANG_S) -> None:
         """Run → Run All Cells; returns when the last cell, and every figure, is there."""
+        self.ran = True
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
         self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
@@ -125,6 +136,7 @@ class Notebook:
 
         What it showed before goes first: a stored count may be the very one that it gets now.
         """
+        self.ran = True
         self.page.evaluate(
             "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
             " p.content.deselectAll(); p.content.activeCell.model.clearExecution();"

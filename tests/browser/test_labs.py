@@ -1,7 +1,7 @@
-"""A lab in JupyterLab as a student finds it: opened, its pictures there, nothing wrong.
+"""Every lab in JupyterLab as a student finds it: opened, its pictures there, nothing wrong.
 
 Whether its stored outputs are true is nbval's to say (tests/labs/strict_nbval.py), which runs every
-cell of every lab; that all have their pictures is in tests/test_labs_meta.py.
+cell. Here no cell is run but those that one lab's widget and exercise need.
 """
 
 from __future__ import annotations
@@ -9,21 +9,34 @@ from __future__ import annotations
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from browser.bench import Bench, displayed
+from browser.notebook import Notebook
 from patience import HANG_S
 
 LABS = Path(__file__).resolve().parents[2] / "labs"
 DRIVEN, TWIN = LABS / "05_zero.ipynb", "bench.predict()"
 
 
-def test_a_lab_opens_its_widget_is_moved_and_its_exercise_solved(open_notebook):
+def shows_its_pictures(lab: Notebook) -> None:
+    lab.wait(lambda: not lab.ask("blank"), HANG_S, "cells do not show the pictures they store")
+    assert lab.complaints(drawn=False) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*LABS.glob("[0-9]*.ipynb")} - {DRIVEN}), ids=lambda path: path.stem
+)
+def test_a_lab_opens_with_its_pictures(open_notebook, path):
+    shows_its_pictures(open_notebook(path))
+
+
+def test_a_lab_s_widget_is_moved_and_its_exercise_solved(open_notebook):
     """As a student does it: a knob, the stub's verdict, an answer, the answer's verdict. A widget's
     run is in test_widgets.py.
     """
     lab = open_notebook(DRIVEN, cells=[TWIN])
-    lab.wait(lambda: not lab.ask("blank"), HANG_S, "cells do not show the pictures they store")
-    assert lab.complaints(drawn=False) == []
+    shows_its_pictures(lab)
     cells = lab.cells()
     *own, twin = range(len(cells))
     sources = {cell["index"]: cell["source"] for cell in cells}
