@@ -60,8 +60,8 @@ def open_notebook(
     """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
     the cells come after it. In the JupyterLab in which the one before was: to load that takes
     several times as long as to open a notebook. With ``alone=True`` in one that was just loaded,
-    has no code for figures yet, and is closed afterwards: next to what it draws a lab that is
-    opened takes ten times as long.
+    has no code for figures yet, and is closed afterwards. A headless page in which sliders were
+    moved by keys has no idle time for seconds, in which JupyterLab draws a lab's cells.
     """
     request.node.stash[OPENED], left = pages, False
 
