@@ -22,7 +22,7 @@ import torch.distributed as dist
 import paralab as pl
 from paralab.ranks import torchrun
 from paralab.ranks.errors import RankError
-from paralab.ranks.process import Chosen
+from paralab.ranks.process import Chosen, joined
 from paralab.ranks.torchrun import torchrun_context
 from patience import HANG_S
 from together import in_turn, reports
@@ -181,14 +181,16 @@ def test_two_uneven_machines_and_a_timeout_there_that_names_the_call() -> None:
         assert found[rank] == (rank, (0, 1, 1), "gloo", 3.0, notes)
 
 
-def over_nccl(port: int) -> tuple[float, float]:
+def over_nccl(port: int) -> tuple[float, ...]:
     as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
     torchrun.take_device = lambda *_: Chosen("cuda:0", "nccl")
-    torchrun.joined = lambda chosen, **given: given
-    given = torchrun_context(timeout=4)
-    return given["limit"], given["patience"]
+    torchrun.joined = lambda chosen, **given: joined(Chosen("cpu", "gloo"), **given)
+    context = torchrun_context(timeout=90)
+    return context.limit, context.patience, context.store.timeout.total_seconds()
 
 
 def test_over_nccl_a_rank_loses_patience_with_its_gpu_long_before_torch_ends_a_call() -> None:
-    """NCCL counts from when a call is posted, which in a long step is far ahead of the GPU."""
-    assert pl.launch(over_nccl, 1, (free_port(),), device="cpu") == [(100.0, 4.0)]
+    """NCCL counts from when a call is posted, which in a long step is far ahead of the GPU. Before
+    its first call there is nothing to be seen of a GPU, and a rank waits for the others' as long.
+    """
+    assert pl.launch(over_nccl, 1, (free_port(),), device="cpu") == [(960.0, 90.0, 90.0)]

@@ -152,8 +152,10 @@ def joined(chosen: Chosen, backend: str = "", **facts: Any) -> RankContext:
     ranks = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
     limit = timedelta(seconds=context.limit)
     dist.init_process_group(backend or context.backend, timeout=limit, **ranks)
-    # NCCL connects ranks at their first call, and the first to come waits in the store.
-    context.store.set_timeout(max(limit, context.store.timeout))
+    # NCCL connects ranks at their first call, and the first to come waits in the store, where
+    # nothing watches it.
+    patience = timedelta(seconds=min(context.limit, context.patience))
+    context.store.set_timeout(max(patience, context.store.timeout))
     send_first()
     return context
 
