@@ -177,11 +177,9 @@ def run(
         plan.validate(model)  # a plan that no machine can run is refused as such first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         why = f"the plan needs {plan.world_size} ranks, and one machine starts at most {MAX_RANKS}"
-        others = (
-            "pl.dry_run, or pl.predict for a larger cluster, which start no ranks; or torchrun "
-        )
-        others += "on several machines"
-        raise illegal(largest, getattr(plan, largest), why, f"fewer ranks; {others}")
+        others = "fewer ranks; pl.dry_run, or pl.predict for a larger cluster, which start no "
+        others += "ranks; or torchrun on several machines"
+        raise illegal(largest, getattr(plan, largest), why, others)
     settings = checked(
         model,
         plan,
