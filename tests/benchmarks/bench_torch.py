@@ -14,6 +14,7 @@ Each side has the sizes of buckets that it comes with.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from pairs import row, slowest_rank, trained_in_turn
@@ -187,16 +188,14 @@ def side(context: Any, name: str, one: Compared) -> Callable[[int], list[float]]
     """The step of a side, which is built here."""
     from paralab.interpret.train import Trainer
 
-    model = MODEL.replace(tied=one.plan.pp == 1)
-    return Trainer(context, model, one.plan).step if name == "ours" else one.build(
-        context, one.plan
-    )  # fmt: skip
+    if name == "theirs":
+        return one.build(context, one.plan)
+    return Trainer(context, MODEL.replace(tied=one.plan.pp == 1), one.plan).step
 
 
 def turns(context: Any, ours_first: bool, at: int) -> dict[str, list[float]]:
     """Seconds per step of each turn on this rank."""
-    sides = {name: lambda name=name: side(context, name, COMPARED[at])
-             for name in ("ours", "theirs")}  # fmt: skip
+    sides = {name: partial(side, context, name, COMPARED[at]) for name in ("ours", "theirs")}
     return trained_in_turn(sides, ours_first, steps=COMPARED[at].steps)
 
 
