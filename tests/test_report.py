@@ -256,7 +256,6 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tm
     refuses(r"meta\['clever'\].*has no plain form", dataclasses.replace, report, meta=clever)
     for call, said in (
         (lambda: report.save(tmp_path / "nowhere" / "a.json"), "there is no folder .*nowhere"),
-        (lambda: report.save("/proc/a.json"), "'/proc/a.json'$"),  # not of a scratch file
         (lambda: load(tmp_path / "gone.json"), r"gone\.json: there is no such file"),
         (lambda: load(tmp_path), r"it has no rank-00000\.json"),
     ):
@@ -436,6 +435,16 @@ def test_a_fifo_is_no_report(tmp_path):
     os.mkfifo(tmp_path / "rank-00000.json")
     for path in (tmp_path / "rank-00000.json", tmp_path):
         refuses("rank-00000.json': neither a file nor a folder", pl.load, path)
+
+
+def test_a_file_system_for_reading_only_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), ".scratch.tmp")
+
+    monkeypatch.setattr("paralab.report.output_files.open", refused, raising=False)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match="Read-only file system: .*out'$"):
+        synthetic.report(2).save(tmp_path / "out")
 
 
 @pytest.mark.parametrize("write", ["save", "to_html", "to_perfetto"])
