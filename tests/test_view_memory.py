@@ -130,9 +130,9 @@ def test_phases_are_named_at_borders_between_and_before(two):
     said = [curve.phase(i) for i in range(len(curve.times))]
     assert said[0] == "before forward" and said[-1] == "in the optimizer"
     found = curve.phases
-    assert [phase.kind for phase in found] == \
+    assert [kind for kind, *_ in found] == \
         ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
-    for time, name in ((found[3].end + 1e-9, "after backward"), (found[0].end, "in forward")):
+    for time, name in ((found[3][2] + 1e-9, "after backward"), (found[0][2], "in forward")):
         then = dataclasses.replace(curve, times=[time], samples=curve.samples[:1])
         assert then.phase(0) == name
 
