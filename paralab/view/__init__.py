@@ -43,35 +43,32 @@ _NAMES = {
     "loss": "losses",
     "matrix_blocks": "blocks",
     "matrix_steps": "multiplication",
-    "memory": "bytes_bars",
     "memory_chart": "memory_bars memory_charts stage_memory",
     "pareto_front": "pareto",
     "pipeline": "schedules simulated_timeline",
     "plan_times": "contest",
     "rank_mesh": "mesh",
     "schematics": "data_flow ring",
+    "stacked_bars": "bytes_bars seconds_bars",
     "stage_stretches": "stage_time",
     "standstill": "stuck",
     "tensor_curves": "crossover",
     "theme": "use_theme",
     "throughput": "scaling",
-    "time_bars": "seconds_bars",
     "timeline": "timelines",
     "zero_schematics": "zero_shards zero_unit",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = ("theme", "widgets")
 
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __dir__():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
+    return getattr(module, name) if name in _MODULE_OF else module
 
 
 def __dir__() -> list[str]:
-    return sorted({*_MODULE_OF, *_MODULES})
+    return sorted([*_MODULE_OF, "theme", "widgets"])

@@ -16,11 +16,11 @@ from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
-from paralab.view.memory import bytes_bars
 from paralab.view.memory_curves import Curve, capacity, curves, fullest
 from paralab.view.memory_panels import MAX_PANELS, drawn, limits
+from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
-from paralab.view.sampling import spread
+from paralab.view.stacked_bars import bytes_bars
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 

@@ -21,8 +21,8 @@ from paralab.view import boxes, lanes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import Part, column
 from paralab.view.marks import boxes as mark
+from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
-from paralab.view.sampling import spread
 
 MAX_ROWS = 8
 LONG = 0.015  # share of the step: a rank that is idle for longer starts a new stretch
