@@ -47,7 +47,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     same = len(batches) == 1 and len(of_models) == len(runs)
     # Observed programs may have any loss.
     nats = bool(of_models) or not any(hasattr(run, "clock") for run in runs.values())
-    several, spread = len(curves) > 1, _spread(list(curves.values()))
+    several, values_of, spread = len(curves) > 1, list(curves.values()), math.inf
+    if len(set(map(len, values_of))) == 1 and np.isfinite(values_of).all():
+        spread = float(np.ptp(values_of, axis=0).max())  # the largest difference at one step
     alike = several and spread <= ALIKE
     style, faint = theme.series(list(curves)), theme.look().faint
     traces, notes, shapes = [], [], []
@@ -65,17 +67,15 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
         notes.append(note(label, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))
-    steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
+    steps = {"title": "step", "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    below = "nats per token" * nats
-    if same:
-        below = f"{count_of(batches.pop(), 'sample')} per step"
+    below = f"{count_of(batches.pop(), 'sample')} per step" if same else "nats per token" * nats
     fig = figure(
         _verdict(curves, spread, nats),
         below,
         height=400,
         xaxis=steps,
-        yaxis={"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"},
+        yaxis={"title": "loss" + " (nats per token)" * nats, "tickformat": ".2f"},
     )
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
@@ -95,16 +95,10 @@ def _values(label: str, run: Any) -> list[float]:
     return values
 
 
-def _spread(curves: Sequence[Sequence[float]]) -> float:
-    """The largest difference between two curves at one step; infinite if their numbers of steps
-    differ or a loss is not finite.
-    """
-    if len({len(values) for values in curves}) > 1 or not np.isfinite(curves).all():
-        return math.inf
-    return float(np.ptp(curves, axis=0).max())
-
-
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
+    """``spread``: the largest difference of curves at one step; infinite if they differ in their
+    numbers of steps or a loss is not finite.
+    """
     curves = {theme.text(label): values for label, values in curves.items()}
     lost = {  # {label: the first step whose loss is not finite}
         label: next(step for step, v in enumerate(values) if not math.isfinite(v))

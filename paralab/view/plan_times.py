@@ -72,7 +72,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         " · ".join(below),
         height=150 + 34 * len(names),
         margin={"l": 24 + int(8 * max(map(len, names)))},
-        xaxis={"title": {"text": "step (ms)"}, "rangemode": "tozero"},
+        xaxis={"title": "step (ms)", "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "tickfont": {"size": 14}, "ticksuffix": "  "},
     )
     return fig.draw(traces).explained(

@@ -82,13 +82,13 @@ def bars(
             if (size := value.get((label, kind))) is not None:
                 word = theme.scaled(size, unit)
                 parts.append((label, size, word, letter * (len(word) + 1) * end))
-        crossed = {}  # {anchor: whether a line goes through the word of each part, if it is there}
-        for anchor, before in (("middle", 0.5), ("start", 0.0)):
-            lefts = [filled[label] + before * (size - wide) for label, size, _, wide in parts]
-            crossed[anchor] = [
-                any(left < position < left + wide for position in lines)
-                for left, (*_, wide) in zip(lefts, parts, strict=True)
+        crossed = {  # {anchor: whether a line goes through the word of each part, if it is there}
+            anchor: [
+                any(0 < at - filled[label] - before * (size - wide) < wide for at in lines)
+                for label, size, _, wide in parts
             ]
+            for anchor, before in (("middle", 0.5), ("start", 0.0))
+        }
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
         marker = {"color": fill, "line": {"width": 1, "color": theme.look().paper}}
         ink: Any = theme.on(fill)
@@ -174,7 +174,7 @@ def _note_position(label: str, number: int) -> str | int:
 
 def bytes_axis(title: str, end: float, per: float, **more: Any) -> Part:
     """The axis of the bytes, from 0 to ``end``; ``per``: bytes in one of its units."""
-    return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
+    return {"title": title, "range": [0, end / per], "tickformat": "~g", **more}
 
 
 def labels(names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any) -> Part:
