@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from paralab.checks import count_of, illegal
@@ -50,7 +51,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
-        _table([(f"rank {c.rank}", c) for c in shown]),
+        _table({f"rank {c.rank}": c for c in shown}),
     )
 
 
@@ -82,7 +83,7 @@ def memory_charts(
     return fig.titled(title).explained(
         f"memory of {count_of(len(by_run), 'run')} on rank {rank}, by category: "
         f"{' | '.join(by_run)}",
-        _table(list(by_run.items())),
+        _table(by_run),
     )
 
 
@@ -91,9 +92,9 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
-    bars = {label: curve.held for label, curve in by_run.items()}
     finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
-    chart = bytes_bars(bars, limits(by_run.values()), title=finding)
+    held = {label: curve.held for label, curve in by_run.items()}
+    chart = bytes_bars(held, limits(by_run.values()), title=finding)
     return chart.said_below("of each run, the rank with the highest peak")
 
 
@@ -103,14 +104,12 @@ def stage_memory(report: Tables) -> Chart:
     pipeline there is one bar. Raises ValueError as `memory_chart` does.
     """
     needs_tables(report)
-    fullest_in: dict[int, Curve] = {}  # by stage, whose ranks may have unequal shards on a grid
-    for curve in curves(report):
-        stage = report.plan.place(curve.rank).pp
-        fullest_in[stage] = fullest([fullest_in.get(stage, curve), curve])
-    shown = _spaced([fullest_in[stage] for stage in sorted(fullest_in)])
-    bars = {stage_of(report, c.rank): c.held for c in shown}
-    chart = bytes_bars(bars, capacity(report))
-    remark = f"{len(shown)} of {len(fullest_in)} stages drawn" * (len(shown) < len(fullest_in))
+    # By stage, whose ranks are neighbours, but may have unequal shards on a grid.
+    stages = groupby(curves(report), lambda curve: report.plan.place(curve.rank).pp)
+    peaks = [fullest(list(of_stage)) for _, of_stage in stages]
+    shown = _spaced(peaks)
+    chart = bytes_bars({stage_of(report, c.rank): c.held for c in shown}, capacity(report))
+    remark = f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
     return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart.table)
 
 
@@ -141,8 +140,7 @@ def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curv
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
     by_run = {}
     for label, report in runs.items():
-        if not hasattr(report, "memory"):
-            raise illegal(f"runs[{label!r}]", report, "not a report", "{label: report}")
+        needs_tables(report, f"runs[{label!r}]")
         try:
             by_run[str(label)] = read(report)
         except ValueError as error:
@@ -187,12 +185,12 @@ def _spaced(curves: list[Curve]) -> list[Curve]:
     return [curves[i] for i in sorted(places)]
 
 
-def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
+def _table(shown: Mapping[str, Curve]) -> Any:
     """(columns, rows) of all samples of these curves."""
     rows = [
-        (label, curve.rank, curve.step, curve.times[i], phase, category, size)
-        for label, curve in shown
-        for i, phase in enumerate(map(curve.phase, range(len(curve.samples))))
-        for category, size in curve.samples[i].items()
+        (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
+        for label, curve in shown.items()
+        for i, sample in enumerate(curve.samples)
+        for category, size in sample.items()
     ]
     return "panel rank step time phase category bytes", rows
