@@ -66,8 +66,7 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         },
         **layout,
     )
-    fig.draw(traces, notes, shapes)
-    return fig.explained(
+    return fig.draw(traces, notes, shapes).explained(
         f"{len(spaces)} address spaces of {len(rows)} storages",
         ("space category born died address bytes", rows),
     )

@@ -12,16 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 import paralab.view.lazy_grammar  # noqa: F401  it has to be there before plotly shows a figure
 from paralab.view import theme
 from paralab.view.marks import Part
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MAX_REPR = 110  # characters: one line of a notebook
 
@@ -47,8 +45,6 @@ class Chart(go.Figure):
         if callable(self._table):
             self._table = self._table()
         if isinstance(self._table, tuple):
-            import pandas as pd
-
             columns, rows = self._table
             self._table = pd.DataFrame(rows, columns=columns.split())
         return self._table

@@ -183,11 +183,11 @@ def placed(
     apart, left_out  gap to the next index, and gap where indices are left out in between
     """
     starts, gaps, position = {}, [], 0.0
-    for index, before in zip(indices, [None, *indices], strict=False):
-        if before is not None and index - before > 1:
+    for index in indices:
+        if starts and index - 1 not in starts:
             gaps.append(position + LEFT_OUT / 2)
             position += left_out
-        elif before is not None:
+        elif starts:
             position += apart
         starts[index] = position
         position += each

@@ -103,9 +103,8 @@ def cluster_name(cluster: Cluster) -> str:
 
 def shared_cores(report: Tables) -> int:
     """How many cores the ranks of a run shared, if there were fewer cores than ranks; else 0."""
-    cores = report.meta.get("cores")
-    few = report.clock == "measured" and isinstance(cores, int) and cores < report.world_size
-    return cores if few else 0
+    cores = report.meta.get("cores") or report.world_size
+    return cores if report.clock == "measured" and cores < report.world_size else 0
 
 
 def clock_line(report: Tables, *more: str) -> str:

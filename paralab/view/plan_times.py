@@ -44,7 +44,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
             why = "the reports in expected have the same clock"
             raise illegal("found", clock, why, "replayed or measured, next to predicted ones")
         times[clock] = [reports[name].step_time for name in names]
-    table = pd.DataFrame({"plan": names, **times}).set_index("plan")
+    table = pd.DataFrame(times, index=pd.Index(names, name="plan"))
     clocks, look = list(times), theme.look()
     rows = [theme.text(name) for name in names]
     favourite, came_in = int(table[clocks[0]].argmin()), times[clocks[1]]

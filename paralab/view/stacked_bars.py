@@ -108,8 +108,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
         **mark.FITTING,
     )
     traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
-    fig.draw(traces, mark.ends(totals, per, unit="s"))
-    return fig.explained(
+    return fig.draw(traces, mark.ends(totals, per, unit="s")).explained(
         f"seconds of {count_of(len(bars), 'bar')} by part: {' | '.join(map(str, bars))}",
         ("bar part seconds", rows),
     )

@@ -30,14 +30,13 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     Raises ValueError if there are no rows, and on a row that lacks a value, which it names.
     """
     table = _efficiency(_checked(rows))
-    forms, ranks = list(dict.fromkeys(table["form"])), sorted(set(table["ranks"].tolist()))
+    forms, ranks = table["form"].unique().tolist(), sorted(set(table["ranks"].tolist()))
     (clock,) = set(table["clock"])
     symbol = "circle" + HOLLOW * (clock != "measured")
     look = {"mode": "lines+markers", "dash": DASH[clock], "symbol": symbol}
     style, traces, ends = theme.series(forms), [], []
-    for form in forms:
-        own = table.loc[table["form"] == form, ["ranks", "throughput", "efficiency"]]
-        points = list(own.itertuples(index=False, name=None))
+    for form, own in table.groupby("form", sort=False):
+        points = list(own[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
         texts = [
             f"{theme.text(form)}, {count_of(n, 'rank')}: {y:,.1f} samples per second, "
             f"{theme.percent(share)} of ideal"
@@ -62,8 +61,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         naming.clock_lines([clock])[0],
         height=460,
         margin={"r": 24 + int(9 * max(theme.letters(n["text"]) for n in notes))},
-        xaxis={"title": "ranks", "tickvals": ranks}
-        | {"range": [ranks[0] - room, ranks[-1] + room]},
+        xaxis={"title": "ranks", "tickvals": ranks, "range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": "samples per second", "rangemode": "tozero", "tickformat": "~s"},
     )
     summary = f"scaling of {' | '.join(forms)} to {count_of(ranks[-1], 'rank')}, {clock}: "
