@@ -92,7 +92,8 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     edges = {r: edges_of[report.plan.place(r)[1:]] for r in result.ranks if r in parts}
     if marked:
         result.mark = max(end for _, end in edges.values())
-    if all(b["kind"] != "wait" for b in result.boxes):  # no waits are recorded: every gap is one
+    # Where no waits are recorded, every gap is one; a bare schedule has those of its last actions.
+    if report.model is None or all(b["kind"] != "wait" for b in result.boxes):
         low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
         if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
             high = max(b["start"] for b in result.boxes)
