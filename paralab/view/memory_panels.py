@@ -177,8 +177,8 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
-    held = scales.held.keys() & capacity(curve.report).keys()
-    for label, size in ({label: scales.held[label] for label in held} | curve.reserved).items():
+    held = {label: n for label, n in capacity(curve.report).items() if label in scales.held}
+    for label, size in (held | curve.reserved).items():
         height, right = size / per, label != "allocated"
         dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))

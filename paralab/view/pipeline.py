@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from paralab.checks import choice, illegal, instance
@@ -117,10 +118,9 @@ def fill(
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
-        busy_times = union((b["start"], b["end"]) for b in own_boxes)
-        starts, ends = zip(*busy_times, strict=True) if busy_times else ((), ())
-        begin, done = busy[rank] if busy else (min(starts, default=high), max(ends, default=low))
-        for start, end in zip((low, *ends), (*starts, high), strict=True):
+        work = union((b["start"], b["end"]) for b in own_boxes)
+        begin, done = busy[rank] if busy else (work[0][0], work[-1][1]) if work else (high, low)
+        for (_, start), (end, _) in pairwise([(low, low), *work, (high, high)]):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
             long = end - start > 1e-9 * (high - low)  # else a rounding error
