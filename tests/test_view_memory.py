@@ -236,6 +236,24 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
 
 
+def test_runs_with_limits_of_their_own_are_drawn_with_these(two):
+    low, high = (1.5 * two.peak_memory // 1, 2 * two.peak_memory)
+    runs = {
+        name: dataclasses.replace(two, meta={**two.meta, "memory_limit": int(limit)})
+        for name, limit in (("low", low), ("high", high))
+    }
+    lines = [s for s in view.memory_charts(runs).layout.shapes if s.line.dash == "dash"]
+    assert {s.yref: s.y0 for s in lines} == {"y": low / 1e6, "y3": high / 1e6}
+    chart = view.memory_bars(runs)
+    dashes = {s.x0 for s in chart.layout.shapes if s.line.dash == "dash"}
+    assert dashes == {low / 1e6, high / 1e6}
+    assert {"the memory limit of low", "the memory limit of high"} <= {
+        word.partition("</b>")[0].removeprefix("<b>") for word in words(chart)
+    }
+    same = view.memory_bars(dict.fromkeys(("a", "b"), runs["low"]))
+    assert any(word.startswith("<b>the memory limit</b>") for word in words(same))
+
+
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):
     chart = view.memory_charts({"theory": predicted(pl.Plan(dp=2)), "run": two}, rank=1)
     assert "rank 1" in chart.below and "clock" not in chart.below

@@ -92,9 +92,17 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
-    finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
-    held = {label: curve.held for label, curve in by_run.items()}
-    chart = bytes_bars(held, limits(by_run.values()), title=finding)
+    peaks = {name: curve.peak for name, curve in by_run.items()}
+    near = {name: limits(curve, max(peaks.values())) for name, curve in by_run.items()}
+    lines = {(label, n) for of_run in near.values() for label, n in of_run.items()}
+    several = len(lines) > len({label for label, _ in lines})  # devices with one label
+    room = {
+        label + f" of {name}" * several: n
+        for name, of_run in near.items()
+        for label, n in of_run.items()
+    }
+    held = {name: curve.held for name, curve in by_run.items()}
+    chart = bytes_bars(held, room, title=title or _verdict(peaks))
     return chart.said_below("of each run, the rank with the highest peak")
 
 
