@@ -7,12 +7,12 @@ lines become narrower from the first to the last, so that each is visible behind
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paralab.checks import count_of, illegal
+from paralab.checks import count_of, instance
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
@@ -38,8 +38,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 
     Raises ValueError without runs, and on a run that has no losses, which it names.
     """
-    if not isinstance(runs, Mapping) or not runs:
-        raise illegal("runs", runs, "nothing to draw", "{label: report}")
+    naming.labelled("runs", runs, "{label: report}")
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
     of_models = [run for run in runs.values() if getattr(run, "model", None) is not None]
     vocabularies = {report.model.vocab for report in of_models}
@@ -87,7 +86,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 
 
 def _values(label: str, run: Any) -> list[float]:
-    values = [float(v) for v in (run.losses if hasattr(run, "losses") else run)]
+    legal = "a report or a list of losses"
+    losses = instance(f"runs[{label!r}]", getattr(run, "losses", run), Iterable, legal, "run")
+    values = [float(v) for v in losses]
     if not values:
         what = f"a {run.clock} report" if hasattr(run, "clock") else "an empty list"
         legal = "what pl.run(...) returned"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from paralab.checks import count_of, illegal
+from paralab.checks import count_of
 from paralab.report.amounts import peak
 from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
@@ -144,10 +144,8 @@ def stage_of(report: Tables, rank: int) -> str:
 
 def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
     """{label: the curve that ``read`` makes of the run}; an error names the run."""
-    if not isinstance(runs, Mapping) or not runs:
-        raise illegal("runs", runs, "nothing to draw", "{label: report}")
     by_run = {}
-    for label, report in runs.items():
+    for label, report in naming.labelled("runs", runs, "{label: report}").items():
         needs_tables(report, f"runs[{label!r}]")
         try:
             by_run[str(label)] = read(report)

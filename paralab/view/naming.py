@@ -7,7 +7,7 @@ They are plain text, so tables use them too.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import count_of, illegal
@@ -115,6 +115,13 @@ def clock_line(report: Tables, *more: str) -> str:
 def clock_lines(clocks: Iterable[str]) -> list[str]:
     """ "measured: wall clock" and the like, once for each clock."""
     return [f"{clock}: {CLOCK_BRIEF[clock]}" for clock in dict.fromkeys(clocks)]
+
+
+def labelled(name: str, value: Any, legal: str) -> Mapping[Any, Any]:
+    """``value`` if it is a mapping of labels with something to draw, or the refusal."""
+    if not isinstance(value, Mapping) or not value:
+        raise illegal(name, value, "nothing to draw", legal)
+    return value
 
 
 def given(labels: Any, sources: Sequence[Any], noun: str) -> list[str]:

@@ -145,8 +145,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
 
     Raises ValueError without schedules, on something that is no schedule, and if all take no time.
     """
-    if not isinstance(named, Mapping) or not named:
-        raise illegal("named", named, "nothing to draw", "{name: a schedule}")
+    naming.labelled("named", named, "{name: a schedule}")
     for name in seconds:
         choice("seconds of", name, ("forward", "backward", "weight_grad"))
     by_name = {

@@ -29,6 +29,8 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     Raises ValueError if the names differ or are fewer than two, if the reports of one mapping have
     several clocks, or if both mappings have the same clock.
     """
+    for what, reports in (("expected", expected), ("found", found)):
+        naming.labelled(what, reports, "{name of a plan: its report}")
     if set(expected) != set(found) or len(found) < 2:
         legal = f"at least two, each with a report in both: {sorted(expected)}"
         raise illegal("found", sorted(found), "not the plans in expected, or too few", legal)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal, real
-from paralab.view import theme
+from paralab.checks import instance, real
+from paralab.view import naming, theme
 from paralab.view.marks import AXES, Part, hover, note, on
 
 LETTER = 0.0105  # share of the axis that one letter takes, if the axis is as wide as the figure
@@ -37,10 +37,10 @@ def by_category(kinds: Iterable[str]) -> list[str]:
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
     """(bar, kind, value) rows, for the mark and for the figure's table.
 
-    Raises ValueError if there are no bars, and on a value below 0, which it names.
+    Raises ValueError if there are no bars, and on what is no mapping or a value below 0, by name.
     """
-    if not isinstance(bars, Mapping) or not bars:
-        raise illegal("bars", bars, "nothing to draw", "{label: {kind: value}}")
+    for label, parts in naming.labelled("bars", bars, "{label: {kind: value}}").items():
+        instance(f"bars[{label!r}]", parts, Mapping, "{kind: value}", "mapping")
     rows = [(label, kind, n) for label, parts in bars.items() for kind, n in parts.items()]
     for label, kind, n in rows:
         real(f"bars[{label!r}][{kind!r}]", n, at_least=0.0)
