@@ -275,3 +275,4 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
     alike = view.memory_bars({"a": runs["plain"], "b": runs["plain"]})
     assert alike.finding.startswith("All need the same memory")
     assert view.memory_bars(runs, title="mine").finding == "mine"
+    assert view.memory_bars({"a<b": runs["plain"]}).finding.startswith("a&lt;b: memory peaks at")

@@ -102,8 +102,8 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
         for label, n in of_run.items()
     }
     held = {name: curve.held for name, curve in by_run.items()}
-    chart = bytes_bars(held, room, title=title or _verdict(peaks))
-    return chart.said_below("of each run, the rank with the highest peak")
+    chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
+    return chart.retitled(_verdict(peaks), chart.below).titled(title)
 
 
 def stage_memory(report: Tables) -> Chart:
