@@ -109,7 +109,7 @@ def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Par
     return notes, shapes
 
 
-# ---- the boxes ---------------------------------------------------------------------------------
+# ---- the boxes -----------------------------------------------------------------------------------
 def _traces(
     sections: Sequence[Section], shown: Sequence[Sequence[Box]], window: float
 ) -> list[Part]:
