@@ -608,6 +608,13 @@ def test_the_title_says_whether_it_fits(bars, said):
     assert view.bytes_bars(bars, {"A100": 80e9}).finding == said
 
 
+def test_a_bar_may_be_a_series_of_a_table():
+    parts = pd.Series({"parameters": 40e9, "gradients": 10e9})
+    chart = view.bytes_bars({"a": parts})
+    assert chart.finding == view.bytes_bars({"a": dict(parts)}).finding
+    assert "50 s" in view.seconds_bars({"a": parts / 1e9}, title="").to_json()
+
+
 def test_capacities_are_lines_through_no_number():
     chart = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9, "cluster": 64e12})
     edged = [(80.0, "solid"), (80.0, "dash")]  # paper behind the dashes: seen on a dark bar

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from paralab.checks import instance, real
+from paralab.checks import illegal, real
 from paralab.view import naming, theme
 from paralab.view.marks import AXES, Part, hover, note, on
 
@@ -40,7 +40,8 @@ def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, flo
     Raises ValueError if there are no bars, and on what is no mapping or a value below 0, by name.
     """
     for label, parts in naming.labelled("bars", bars, "{label: {kind: value}}").items():
-        instance(f"bars[{label!r}]", parts, Mapping, "{kind: value}", "mapping")
+        if not hasattr(parts, "items"):  # a pandas Series of a table has them too
+            raise illegal(f"bars[{label!r}]", parts, "not a mapping", "{kind: value}")
     rows = [(label, kind, n) for label, parts in bars.items() for kind, n in parts.items()]
     for label, kind, n in rows:
         real(f"bars[{label!r}][{kind!r}]", n, at_least=0.0)
