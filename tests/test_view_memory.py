@@ -250,6 +250,10 @@ def test_runs_with_limits_of_their_own_are_drawn_with_these(two):
     assert {"the memory limit of low", "the memory limit of high"} <= {
         word.partition("</b>")[0].removeprefix("<b>") for word in words(chart)
     }
+    three = view.memory_bars({"a<": runs["low"], "b": runs["low"], "c": runs["high"]})
+    said = [word for word in words(three) if word.startswith("<b>the memory limit")]
+    assert [word.partition("</b>")[0] for word in said] == \
+        ["<b>the memory limit of a&lt; and b", "<b>the memory limit of c"]  # fmt: skip
     same = view.memory_bars(dict.fromkeys(("a", "b"), runs["low"]))
     assert any(word.startswith("<b>the memory limit</b>") for word in words(same))
 

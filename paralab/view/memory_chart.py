@@ -93,13 +93,14 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
     peaks = {name: curve.peak for name, curve in by_run.items()}
-    near = {name: limits(curve, max(peaks.values())) for name, curve in by_run.items()}
-    lines = {(label, n) for of_run in near.values() for label, n in of_run.items()}
-    several = len(lines) > len({label for label, _ in lines})  # devices with one label
-    room = {
-        label + f" of {name}" * several: n
-        for name, of_run in near.items()
-        for label, n in of_run.items()
+    lines: dict[tuple[str, int], list[str]] = {}  # {(label, bytes) of a device: its runs}
+    for name, curve in by_run.items():
+        for line in limits(curve, max(peaks.values())).items():
+            lines.setdefault(line, []).append(name)
+    labels = [label for label, _ in lines]
+    room = {  # with the names of its runs if another device has the same label
+        label + f" of {theme.listed(runs_of)}" * (labels.count(label) > 1): n
+        for (label, n), runs_of in lines.items()
     }
     held = {name: curve.held for name, curve in by_run.items()}
     chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
@@ -194,9 +195,9 @@ def _spaced(curves: list[Curve]) -> list[Curve]:
 def _table(shown: Mapping[str, Curve]) -> Any:
     """(columns, rows) of all samples of these curves."""
     rows = [
-        (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
+        (label, curve.rank, curve.step, curve.times[i], phase, category, size)
         for label, curve in shown.items()
-        for i, sample in enumerate(curve.samples)
-        for category, size in sample.items()
+        for i, phase in enumerate(map(curve.phase, range(len(curve.samples))))
+        for category, size in curve.samples[i].items()
     ]
     return "panel rank step time phase category bytes", rows
