@@ -10,35 +10,35 @@ from importlib import import_module
 from typing import Any
 
 _FIGURES = """
-address_map      addresses  an address space over a step: fragmentation
-chart            Chart  what all of these return
-job_times        jobs  a streamed optimizer update on its two lanes, the disk and the host
-links            algorithms  time over tensor size
-links            link_fit  alpha and bandwidth of a link
-live             live_activations  how many micro-batches' activations a pipeline's ranks keep
-loss             losses  several runs' losses
-matrix_blocks    blocks  which tp rank holds which block of X, W and Y in Y = X W
-matrix_steps     multiplication  one such product step by step
-memory_chart     memory_bars  the peaks of several runs by category
+timeline         timelines  several reports on one time scale
+stage_stretches  stage_time  how each stage spends a step that has too many boxes for a screen
 memory_chart     memory_charts  memory of several runs over a step
+memory_chart     memory_bars  the peaks of several runs by category
 memory_chart     stage_memory  the peaks of a pipeline's stages
+stacked_bars     bytes_bars  memory by category, against capacity
+stacked_bars     seconds_bars  what the time of steps goes to, part by part
+loss             losses  several runs' losses
+throughput       scaling  throughput over ranks
+plan_times       contest  step times of several plans, predicted next to replayed or measured
 pareto_front     pareto  time against memory of every plan of a search
 pipeline         schedules  naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
 pipeline         simulated_timeline  a schedule as `theory.pipeline.simulate` timed it
-plan_times       contest  step times of several plans, predicted next to replayed or measured
-rank_mesh        mesh  ranks as a grid, nodes as frames, one rank's groups and what they send
-schematics       data_flow  what offload moves between device, host and files
-schematics       ring  an all-reduce on a ring, chunk by chunk
-stacked_bars     bytes_bars  memory by category, against capacity
-stacked_bars     seconds_bars  what the time of steps goes to, part by part
-stage_stretches  stage_time  how each stage spends a step that has too many boxes for a screen
+live             live_activations  how many micro-batches' activations a pipeline's ranks keep
 standstill       stuck  how far a schedule that deadlocks gets
+rank_mesh        mesh  ranks as a grid, nodes as frames, one rank's groups and what they send
+matrix_blocks    blocks  which tp rank holds which block of X, W and Y in Y = X W
+matrix_steps     multiplication  one such product step by step
 tensor_curves    crossover  what tensor parallelism in 1D, 2D, 2.5D and 3D sends, over the tokens
-theme            use_theme  "light" | "dark", for figures made from then on
-throughput       scaling  throughput over ranks
-timeline         timelines  several reports on one time scale
 zero_schematics  zero_shards  what each rank keeps under ZeRO 0-3
 zero_schematics  zero_unit  the life of one of ZeRO-3's units
+schematics       data_flow  what offload moves between device, host and files
+job_times        jobs  a streamed optimizer update on its two lanes, the disk and the host
+address_map      addresses  an address space over a step: fragmentation
+schematics       ring  an all-reduce on a ring, chunk by chunk
+links            link_fit  alpha and bandwidth of a link
+links            algorithms  time over tensor size
+chart            Chart  what all of these return
+theme            use_theme  "light" | "dark", for figures made from then on
 """  # module, name, what it shows. No module is named like a function: importing it would hide it.
 _ROWS = [line.split(maxsplit=2) for line in _FIGURES.strip().splitlines()]
 _MODULE_OF = {name: module for module, name, _ in _ROWS}

@@ -46,9 +46,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     same = len(batches) == 1 and len(of_models) == len(runs)
     # Observed programs may have any loss.
     nats = bool(of_models) or not any(hasattr(run, "clock") for run in runs.values())
-    several, values_of, spread = len(curves) > 1, list(curves.values()), math.inf
-    if len(set(map(len, values_of))) == 1 and np.isfinite(values_of).all():
-        spread = float(np.ptp(values_of, axis=0).max())  # the largest difference at one step
+    several, spread = len(curves) > 1, _spread(list(curves.values()))
     alike = several and spread <= ALIKE
     style, faint = theme.series(list(curves)), theme.look().faint
     traces, notes, shapes = [], [], []
@@ -96,10 +94,16 @@ def _values(label: str, run: Any) -> list[float]:
     return values
 
 
-def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
-    """``spread``: the largest difference of curves at one step; infinite if they differ in their
-    numbers of steps or a loss is not finite.
+def _spread(curves: Sequence[Sequence[float]]) -> float:
+    """The largest difference between two curves at one step; infinite if their numbers of steps
+    differ or a loss is not finite.
     """
+    if len(set(map(len, curves))) > 1 or not np.isfinite(curves).all():
+        return math.inf
+    return float(np.ptp(curves, axis=0).max())
+
+
+def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     curves = {theme.text(label): values for label, values in curves.items()}
     lost = {  # {label: the first step whose loss is not finite}
         label: next(step for step, v in enumerate(values) if not math.isfinite(v))

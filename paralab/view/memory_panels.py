@@ -116,8 +116,6 @@ def drawn(
         if heads[i]:
             at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
-    power = 10.0 ** math.floor(math.log10(width / 4)) if width > 0 else 1.0
-    dtick = max(n * power for n in (1, 2, 5) if 4 * n * power <= width or n == 1)  # 4 to 10 ticks
     fig = figure(
         finding,
         below,
@@ -125,7 +123,7 @@ def drawn(
         hovermode="closest",
         margin={"t": 100, "b": 52},
         xaxis=mark.time_axis(scales.title(), width)
-        | {"dtick": dtick, "showgrid": False, "anchor": panel},
+        | {"dtick": _dtick(width), "showgrid": False, "anchor": panel},
         **axes,
     )
     return fig.draw(traces, notes, shapes)
@@ -136,12 +134,12 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     traces = []
     for kind in theme.KIND_COLOUR:
         name, rows = naming.kind_name(kind), []
-        for of_kind, *times in curve.phases:
+        for of_kind, begin, stop in curve.phases:
             if of_kind == kind:
-                start, end = (scales.x(curve, t) for t in times)
+                start, end = scales.x(curve, begin), scales.x(curve, stop)
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
-                took = f": {theme.scaled(times[1] - times[0], 's')}" * (not curve.numbered)
+                took = f": {theme.scaled(stop - begin, 's')}" * (not curve.numbered)
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             at = {"axes": ("x", axis), "showlegend": False}
@@ -184,3 +182,9 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
         notes.append(note(text, float(right), height, **at))
     return [dot], notes, shapes
+
+
+def _dtick(width: float) -> float:
+    """The distance of ticks on the time axis: 1, 2 or 5 times a power of ten; 4 to 10 ticks."""
+    power = 10.0 ** math.floor(math.log10(width / 4)) if width > 0 else 1.0
+    return max(step * power for step in (1, 2, 5) if 4 * step * power <= width or step == 1)

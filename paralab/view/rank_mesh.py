@@ -23,8 +23,12 @@ from paralab.view.marks.curves import curve
 from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid, Group
 
 ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
-TP_SENDS = dict.fromkeys(("2d", "2.5d"), "broadcast and reduce of blocks")
-TP_SENDS |= {"1d": "all-reduce of activations", "3d": "all-gather and reduce-scatter of blocks"}
+TP_SENDS = {  # in every layer, by tp_mode
+    "1d": "all-reduce of activations",
+    "2d": "broadcast and reduce of blocks",
+    "2.5d": "broadcast and reduce of blocks",
+    "3d": "all-gather and reduce-scatter of blocks",
+}
 
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
