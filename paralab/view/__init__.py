@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+# Each row: module, name, what it shows. No module is named like a function: importing it would
+# hide the function.
 _FIGURES = """
 timeline         timelines  several reports on one time scale
 stage_stretches  stage_time  how each stage spends a step that has too many boxes for a screen
@@ -39,7 +41,7 @@ links            link_fit  alpha and bandwidth of a link
 links            algorithms  time over tensor size
 chart            Chart  what all of these return
 theme            use_theme  "light" | "dark", for figures made from then on
-"""  # module, name, what it shows. No module is named like a function: importing it would hide it.
+"""
 _ROWS = [line.split(maxsplit=2) for line in _FIGURES.strip().splitlines()]
 _MODULE_OF = {name: module for module, name, _ in _ROWS}
 
