@@ -186,6 +186,16 @@ def test_moves_are_the_fewest_that_turn_one_list_into_the_other():
         assert clinic.moves(row, to) <= 1
 
 
+def test_a_rank_that_waits_before_it_is_stuck_is_drawn_waiting():
+    first, *others = SCHEDULES["1f1b"](3, 4)
+    late = [*(action for action in first if str(action) not in ("0F3", "0B3")), "0F3", "0B3"]
+    table = stuck([[str(action) for action in row] for row in (late, *others)]).table
+    waits = table[table["kind"] == "wait"].groupby("rank").size()
+    assert waits.tolist() == [3, 3, 2]  # each before an action that is done, and then for ever
+    for _, boxes in table.sort_values("start").groupby("rank"):
+        assert boxes["start"].tolist()[1:] == pytest.approx(boxes["end"].tolist()[:-1])
+
+
 def test_a_schedule_that_runs_is_drawn_to_its_end_and_a_wrong_one_is_refused():
     chart = stuck(SCHEDULES["zb-h1"](3, 4), name="whole")
     assert "paler" not in chart.below

@@ -608,6 +608,13 @@ def test_the_title_says_whether_it_fits(bars, said):
     assert view.bytes_bars(bars, {"A100": 80e9}).finding == said
 
 
+def test_a_bar_may_be_a_series_of_a_table():
+    parts = pd.Series({"parameters": 40e9, "gradients": 10e9})
+    chart = view.bytes_bars({"a": parts})
+    assert chart.finding == view.bytes_bars({"a": dict(parts)}).finding
+    assert "50 s" in view.seconds_bars({"a": parts / 1e9}, title="").to_json()
+
+
 def test_capacities_are_lines_through_no_number():
     chart = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9, "cluster": 64e12})
     edged = [(80.0, "solid"), (80.0, "dash")]  # paper behind the dashes: seen on a dark bar
@@ -682,6 +689,10 @@ ONE = synthetic.report(2)
     ("seconds of a=0", lambda: view.algorithms({"a": {1.0: 0}})),
     (r"curves=\[3\]: not a mapping; legal: {algorithm", lambda: view.algorithms([3])),
     ("category='weights'.*'parameters'", lambda: view.bytes_bars({"a": {"weights": 1}})),
+    (r"bars\['a'\]=3: not a mapping; legal: {kind: v", lambda: view.bytes_bars({"a": 3})),
+    ("expected=3: nothing to draw; legal: {name of a plan", lambda: view.contest(3, {"a": ONE})),
+    (r"runs\['a'\]=3: not a run; legal: a report or a list of losses",
+     lambda: view.losses({"a": 3})),
     ("finite number of at least 0", lambda: view.bytes_bars({"a": {"other": -1}})),
     ("rows=3: not a table; legal: one row per run: form, ranks", lambda: view.scaling(3)),
     (r"rows\[0\]=3: not a row with names; legal: one row", lambda: view.scaling([3])),

@@ -130,9 +130,9 @@ def test_phases_are_named_at_borders_between_and_before(two):
     said = [curve.phase(i) for i in range(len(curve.times))]
     assert said[0] == "before forward" and said[-1] == "in the optimizer"
     found = curve.phases
-    assert [phase.kind for phase in found] == \
+    assert [kind for kind, *_ in found] == \
         ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
-    for time, name in ((found[3].end + 1e-9, "after backward"), (found[0].end, "in forward")):
+    for time, name in ((found[3][2] + 1e-9, "after backward"), (found[0][2], "in forward")):
         then = dataclasses.replace(curve, times=[time], samples=curve.samples[:1])
         assert then.phase(0) == name
 
@@ -236,6 +236,28 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
 
 
+def test_runs_with_limits_of_their_own_are_drawn_with_these(two):
+    low, high = (1.5 * two.peak_memory // 1, 2 * two.peak_memory)
+    runs = {
+        name: dataclasses.replace(two, meta={**two.meta, "memory_limit": int(limit)})
+        for name, limit in (("low", low), ("high", high))
+    }
+    lines = [s for s in view.memory_charts(runs).layout.shapes if s.line.dash == "dash"]
+    assert {s.yref: s.y0 for s in lines} == {"y": low / 1e6, "y3": high / 1e6}
+    chart = view.memory_bars(runs)
+    dashes = {s.x0 for s in chart.layout.shapes if s.line.dash == "dash"}
+    assert dashes == {low / 1e6, high / 1e6}
+    assert {"the memory limit of low", "the memory limit of high"} <= {
+        word.partition("</b>")[0].removeprefix("<b>") for word in words(chart)
+    }
+    three = view.memory_bars({"a<": runs["low"], "b": runs["low"], "c": runs["high"]})
+    said = [word for word in words(three) if word.startswith("<b>the memory limit")]
+    assert [word.partition("</b>")[0] for word in said] == \
+        ["<b>the memory limit of a&lt; and b", "<b>the memory limit of c"]  # fmt: skip
+    same = view.memory_bars(dict.fromkeys(("a", "b"), runs["low"]))
+    assert any(word.startswith("<b>the memory limit</b>") for word in words(same))
+
+
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):
     chart = view.memory_charts({"theory": predicted(pl.Plan(dp=2)), "run": two}, rank=1)
     assert "rank 1" in chart.below and "clock" not in chart.below
@@ -257,3 +279,4 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
     alike = view.memory_bars({"a": runs["plain"], "b": runs["plain"]})
     assert alike.finding.startswith("All need the same memory")
     assert view.memory_bars(runs, title="mine").finding == "mine"
+    assert view.memory_bars({"a<b": runs["plain"]}).finding.startswith("a&lt;b: memory peaks at")

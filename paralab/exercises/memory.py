@@ -60,7 +60,7 @@ class Patient:
     def chart(self, **change: Any) -> Chart:
         """What fills a device: with fewer devices, with the plan, and with settings changed."""
         from paralab.view import theme
-        from paralab.view.memory import bytes_bars
+        from paralab.view.stacked_bars import bytes_bars
 
         def devices(plan: Plan) -> str:
             return count_of(plan.world_size, "device")

@@ -36,13 +36,13 @@ def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, i
     return known
 
 
-def needs_tables(report: Any) -> None:
-    """Raise ValueError for an object without a report's tables. A `Report` passes, and so does what
-    `pl.observe` yields, which has its tables.
+def needs_tables(report: Any, name: str = "report") -> None:
+    """Raise ValueError for an object without a report's tables, given as ``name``. A `Report`
+    passes, and so does what `pl.observe` yields, which has its tables.
     """
     if not hasattr(report, "steps"):
         legal = "what pl.run(...) or pl.predict(...) returned"
-        raise illegal("report", report, "not a report", legal)
+        raise illegal(name, report, "not a report", legal)
 
 
 def num_params(report: Tables) -> int | None:

@@ -34,7 +34,7 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         layout[f"yaxis{number + 1}"] = {
             "domain": [top - share * 0.86, top - share * 0.08],
             "range": [0, space.extent / per],
-            "title": {"text": f"address ({unit})"},
+            "title": f"address ({unit})",
         }
         gaps = space.gaps(event)
         served += [theme.text(name)] * (max(gaps) >= request)
@@ -60,14 +60,13 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         height=110 + HEIGHT * len(spaces),
         bargap=0,
         xaxis={
-            "title": {"text": "event of the step (a storage is created or freed)"},
+            "title": "event of the step (a storage is created or freed)",
             "range": [0, last],
             "anchor": axis,
         },
         **layout,
     )
-    fig.draw(traces, notes, shapes)
-    return fig.explained(
+    return fig.draw(traces, notes, shapes).explained(
         f"{len(spaces)} address spaces of {len(rows)} storages",
         ("space category born died address bytes", rows),
     )

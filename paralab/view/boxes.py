@@ -1,4 +1,4 @@
-"""The boxes of a timeline: which spans are drawn, and on which row; box_traces.py draws them.
+"""The boxes of a timeline: which spans are drawn, and on which row; timeline_rows.py draws them.
 
 A `Section` is one step of one report, ready to draw: its boxes have times from the step's start.
 The timeline of several reports has one section for each, under one another on one time scale.

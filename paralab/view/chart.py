@@ -10,18 +10,16 @@ This module imports plotly, so modules outside this package import it inside fun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 import paralab.view.lazy_grammar  # noqa: F401  it has to be there before plotly shows a figure
 from paralab.view import theme
 from paralab.view.marks import Part
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MAX_REPR = 110  # characters: one line of a notebook
 
@@ -39,16 +37,14 @@ class Chart(go.Figure):
 
     summary, finding, below = "empty", "", ""
     _table: Any = None  # a DataFrame, or what one is made of, see `explained`
-    _extra_height, _legend_rows = 0, 1  # pixels of the title beyond two lines; rows of the legend
     _frame = theme.ALONE
+    _above: Mapping[str, float] = {}  # pixels that title and legend take beyond two lines and a row
 
     @property
     def table(self) -> pd.DataFrame | None:
         if callable(self._table):
             self._table = self._table()
         if isinstance(self._table, tuple):
-            import pandas as pd
-
             columns, rows = self._table
             self._table = pd.DataFrame(rows, columns=columns.split())
         return self._table
@@ -80,27 +76,28 @@ class Chart(go.Figure):
         if legend.orientation != "h" or legend.yanchor != "bottom" or not self.layout.margin.t:
             return
         names = [t.name for t in self.data if t.name and t.showlegend is not False]
-        if not names or (len(self.data) == 1 and not self.layout.showlegend):
-            return
-        rows_before, self._legend_rows = self._legend_rows, theme.legend_rows(names)
-        self._raise_top(theme.LEGEND_ROW * (self._legend_rows - rows_before))
+        if names and (len(self.data) > 1 or self.layout.showlegend):
+            self._raise_top("legend", theme.LEGEND_ROW * (theme.legend_rows(names) - 1))
 
-    def _raise_top(self, pixels: float) -> None:
-        """More room above the picture: the figure is so much higher, unless it is in a frame."""
-        if pixels:
-            self.layout.margin.t += pixels
-            self.layout.height += 0 if self._frame.height else pixels
+    def _raise_top(self, what: str, pixels: float) -> None:
+        """So many pixels above the picture for the title or the legend: the figure is so much
+        higher, unless it is in a frame.
+        """
+        more = pixels - self._above.get(what, 0)
+        self._above = {**self._above, what: pixels}
+        if more:
+            self.layout.margin.t += more
+            self.layout.height += 0 if self._frame.height else more
 
     def retitled(self, finding: str, below: str) -> Chart:
         """This chart under another title, which may take another number of lines."""
         if re.match("[a-z]{3,}[ ,:]", finding):  # a word, not a symbol like dp=4 or all_reduce
             finding = finding[0].upper() + finding[1:]
         self.finding, self.below = finding, below
-        (width, height, size, small), extra_before = self._frame, self._extra_height
+        width, height, size, small = self._frame
         width -= 2 * theme.SIDE
         first = theme.broken(finding, width, size * theme.BOLD)
         second = theme.broken(below, width, small)
-        self._extra_height = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
         style = f"font-size:{small}px;color:{theme.look().faint}"
         self.layout.title = {
             # Both lines are one text: plotly's own subtitle is drawn over the title if a figure is
@@ -115,7 +112,8 @@ class Chart(go.Figure):
             "font": {"size": size},
             "pad": {"t": 18 if height else 24, "l": theme.SIDE},
         }
-        self._raise_top(self._extra_height - extra_before)
+        lines = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
+        self._raise_top("title", lines)
         return self
 
     def narrowed(self, width: int) -> Chart:
@@ -144,7 +142,7 @@ class Chart(go.Figure):
         return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("summary", "finding", "below", "_extra_height", "_legend_rows", "_frame")
+        names = ("summary", "finding", "below", "_above", "_frame")
         kept = {name: getattr(self, name) for name in names}
         return *super().__reduce__(), {**kept, "_table": self.table}
 

@@ -50,7 +50,8 @@ def order(row: str) -> tuple[int, str]:
 def style(kind: str, row: str, category: str = "") -> tuple[str, str]:
     """Name and colour of boxes; those of copies between tiers are of the category copied."""
     if category:
-        return f"copying {_bytes_of(category)}", theme.category_colour(category)
+        words = theme.text(naming.category_name(category))
+        return f"copying {words}", theme.category_colour(category)
     name = naming.kind_name(kind)
     if kind == "comm":
         name = f"communication, {theme.text(theme.axis_of(row))}"
@@ -109,11 +110,8 @@ def _call(call: Box) -> str:
 def _copy(copy: Box) -> str:
     """What was copied, in which direction, how many bytes, and how fast."""
     direction = WAY.get(copy["op"]) or WAY.get(copy["lane"], copy["lane"])
-    text = f"{_bytes_of(copy['category'])}, {theme.text(direction)}: {copy['bytes']:,} bytes"
+    text = theme.text(f"{naming.category_name(copy['category'])}, {direction}")
+    text += f": {copy['bytes']:,} bytes"
     if copy["bytes"] and (seconds := copy["end"] - copy["start"]) > 0:
         text += f" at {theme.scaled(copy['bytes'] / seconds, 'B/s')}"
     return text
-
-
-def _bytes_of(category: str) -> str:
-    return theme.text(naming.category_name(category))

@@ -154,7 +154,7 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
         _finding(sources),
         " · ".join(remarks),
         height=int(190 + 62 * len(ranks)),
-        xaxis={"title": {"text": title}, "tickformat": "~g"},
+        xaxis={"title": title, "tickformat": "~g"},
         yaxis=rows_axis(ticks, -0.02 * row, (len(ranks) - 1) * row + 1.1 * highest),
         margin={"r": 40 + 20 * len(sources)},
     )

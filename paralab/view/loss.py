@@ -7,12 +7,12 @@ lines become narrower from the first to the last, so that each is visible behind
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paralab.checks import count_of, illegal
+from paralab.checks import count_of, instance
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
@@ -38,8 +38,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 
     Raises ValueError without runs, and on a run that has no losses, which it names.
     """
-    if not isinstance(runs, Mapping) or not runs:
-        raise illegal("runs", runs, "nothing to draw", "{label: report}")
+    naming.labelled("runs", runs, "{label: report}")
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
     of_models = [run for run in runs.values() if getattr(run, "model", None) is not None]
     vocabularies = {report.model.vocab for report in of_models}
@@ -65,17 +64,15 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
         notes.append(note(label, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))
-    steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
+    steps = {"title": "step", "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    below = "nats per token" * nats
-    if same:
-        below = f"{count_of(batches.pop(), 'sample')} per step"
+    below = f"{count_of(batches.pop(), 'sample')} per step" if same else "nats per token" * nats
     fig = figure(
         _verdict(curves, spread, nats),
         below,
         height=400,
         xaxis=steps,
-        yaxis={"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"},
+        yaxis={"title": "loss" + " (nats per token)" * nats, "tickformat": ".2f"},
     )
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
@@ -87,7 +84,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 
 
 def _values(label: str, run: Any) -> list[float]:
-    values = [float(v) for v in (run.losses if hasattr(run, "losses") else run)]
+    legal = "a report or a list of losses"
+    losses = instance(f"runs[{label!r}]", getattr(run, "losses", run), Iterable, legal, "run")
+    values = [float(v) for v in losses]
     if not values:
         what = f"a {run.clock} report" if hasattr(run, "clock") else "an empty list"
         legal = "what pl.run(...) returned"
@@ -99,7 +98,7 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
     """The largest difference between two curves at one step; infinite if their numbers of steps
     differ or a loss is not finite.
     """
-    if len({len(values) for values in curves}) > 1 or not np.isfinite(curves).all():
+    if len(set(map(len, curves))) > 1 or not np.isfinite(curves).all():
         return math.inf
     return float(np.ptp(curves, axis=0).max())
 

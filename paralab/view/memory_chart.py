@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from paralab.checks import count_of, illegal
+from paralab.checks import count_of
 from paralab.report.amounts import peak
 from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
-from paralab.view.memory import bytes_bars
 from paralab.view.memory_curves import Curve, capacity, curves, fullest
 from paralab.view.memory_panels import MAX_PANELS, drawn, limits
+from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
-from paralab.view.sampling import spread
+from paralab.view.stacked_bars import bytes_bars
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
@@ -50,7 +51,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
-        _table([(f"rank {c.rank}", c) for c in shown]),
+        _table({f"rank {c.rank}": c for c in shown}),
     )
 
 
@@ -82,7 +83,7 @@ def memory_charts(
     return fig.titled(title).explained(
         f"memory of {count_of(len(by_run), 'run')} on rank {rank}, by category: "
         f"{' | '.join(by_run)}",
-        _table(list(by_run.items())),
+        _table(by_run),
     )
 
 
@@ -91,10 +92,19 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
-    bars = {label: curve.held for label, curve in by_run.items()}
-    finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
-    chart = bytes_bars(bars, limits(by_run.values()), title=finding)
-    return chart.said_below("of each run, the rank with the highest peak")
+    peaks = {name: curve.peak for name, curve in by_run.items()}
+    lines: dict[tuple[str, int], list[str]] = {}  # {(label, bytes) of a device: its runs}
+    for name, curve in by_run.items():
+        for line in limits(curve, max(peaks.values())).items():
+            lines.setdefault(line, []).append(name)
+    labels = [label for label, _ in lines]
+    room = {  # with the names of its runs if another device has the same label
+        label + f" of {theme.listed(runs_of)}" * (labels.count(label) > 1): n
+        for (label, n), runs_of in lines.items()
+    }
+    held = {name: curve.held for name, curve in by_run.items()}
+    chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
+    return chart.retitled(_verdict(peaks), chart.below).titled(title)
 
 
 def stage_memory(report: Tables) -> Chart:
@@ -103,14 +113,12 @@ def stage_memory(report: Tables) -> Chart:
     pipeline there is one bar. Raises ValueError as `memory_chart` does.
     """
     needs_tables(report)
-    fullest_in: dict[int, Curve] = {}  # by stage, whose ranks may have unequal shards on a grid
-    for curve in curves(report):
-        stage = report.plan.place(curve.rank).pp
-        fullest_in[stage] = fullest([fullest_in.get(stage, curve), curve])
-    shown = _spaced([fullest_in[stage] for stage in sorted(fullest_in)])
-    bars = {stage_of(report, c.rank): c.held for c in shown}
-    chart = bytes_bars(bars, capacity(report))
-    remark = f"{len(shown)} of {len(fullest_in)} stages drawn" * (len(shown) < len(fullest_in))
+    # By stage, whose ranks are neighbours, but may have unequal shards on a grid.
+    stages = groupby(curves(report), lambda curve: report.plan.place(curve.rank).pp)
+    peaks = [fullest(list(of_stage)) for _, of_stage in stages]
+    shown = _spaced(peaks)
+    chart = bytes_bars({stage_of(report, c.rank): c.held for c in shown}, capacity(report))
+    remark = f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
     return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart.table)
 
 
@@ -137,12 +145,9 @@ def stage_of(report: Tables, rank: int) -> str:
 
 def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
     """{label: the curve that ``read`` makes of the run}; an error names the run."""
-    if not isinstance(runs, Mapping) or not runs:
-        raise illegal("runs", runs, "nothing to draw", "{label: report}")
     by_run = {}
-    for label, report in runs.items():
-        if not hasattr(report, "memory"):
-            raise illegal(f"runs[{label!r}]", report, "not a report", "{label: report}")
+    for label, report in naming.labelled("runs", runs, "{label: report}").items():
+        needs_tables(report, f"runs[{label!r}]")
         try:
             by_run[str(label)] = read(report)
         except ValueError as error:
@@ -187,11 +192,11 @@ def _spaced(curves: list[Curve]) -> list[Curve]:
     return [curves[i] for i in sorted(places)]
 
 
-def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
+def _table(shown: Mapping[str, Curve]) -> Any:
     """(columns, rows) of all samples of these curves."""
     rows = [
         (label, curve.rank, curve.step, curve.times[i], phase, category, size)
-        for label, curve in shown
+        for label, curve in shown.items()
         for i, phase in enumerate(map(curve.phase, range(len(curve.samples))))
         for category, size in curve.samples[i].items()
     ]

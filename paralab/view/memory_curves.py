@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.checks import illegal, whole
 from paralab.report.tables import COMPUTE_KINDS, DRY, Tables
@@ -22,14 +22,6 @@ from paralab.view.marks.bars import by_category
 PHASES = (*COMPUTE_KINDS, "optimizer")
 # How a title says in which phase the peak is.
 PHASE_NAME = {"weight_grad": "the weight half of backward", "optimizer": "the optimizer"}
-
-
-class Phase(NamedTuple):
-    """A part of the step in which a rank did work of one kind; seconds from the step's start."""
-
-    kind: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,10 @@ class Curve:
         return self.report.clock == DRY
 
     @cached_property
-    def phases(self) -> list[Phase]:
-        """The phases in order; work of one kind is one phase, also with waits in between."""
+    def phases(self) -> list[tuple[str, float, float]]:
+        """(kind, start, end) of the parts of the step in which the rank did work of one kind, waits
+        in between included; in order, seconds from the step's start.
+        """
         spans = self.report.spans
         spans = spans[(spans["rank"] == self.rank) & (spans["step"] == self.step)]
         spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)]
@@ -65,7 +59,7 @@ class Curve:
         phases = []
         for kind, run in groupby(zip(*columns, strict=True), itemgetter(0)):
             _, starts, ends = zip(*run, strict=True)
-            phases.append(Phase(kind, starts[0] - self.start, max(ends) - self.start))
+            phases.append((kind, starts[0] - self.start, max(ends) - self.start))
         return phases
 
     @cached_property
@@ -97,11 +91,11 @@ class Curve:
     def phase(self, index: int) -> str:
         """ "in backward", "after backward": where in the step a sample is."""
         time, before = self.times[index], ""
-        for phase in self.phases:  # a sample between two phases belongs to the first
-            if phase.start < time <= phase.end:
-                return f"in {PHASE_NAME.get(phase.kind, phase.kind)}"
-            if phase.end < time:
-                before = f"after {PHASE_NAME.get(phase.kind, phase.kind)}"
+        for kind, start, end in self.phases:  # a sample between two phases belongs to the first
+            if start < time <= end:
+                return f"in {PHASE_NAME.get(kind, kind)}"
+            if end < time:
+                before = f"after {PHASE_NAME.get(kind, kind)}"
         return before or "before forward"
 
 

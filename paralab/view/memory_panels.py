@@ -8,7 +8,7 @@ the phases of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
@@ -28,12 +28,11 @@ FRAME = 152  # pixels of a figure above and below its panels
 LETTER = 0.0095  # share of the step that one letter in the strip takes
 
 
-def limits(curves: Iterable[Curve]) -> dict[str, float]:
-    """{label: bytes} of the devices that are near enough to the highest peak to be drawn."""
-    curves = list(curves)
-    highest = max(curve.peak for curve in curves)
-    capacities = [pair for curve in curves for pair in capacity(curve.report).items()]
-    return {label: float(size) for label, size in capacities if size <= NEAR * highest}
+def limits(curve: Curve, highest: int) -> dict[str, int]:
+    """{label: bytes} of a curve's device, if it is near enough to the figure's ``highest`` peak to
+    be drawn.
+    """
+    return {label: n for label, n in capacity(curve.report).items() if n <= NEAR * highest}
 
 
 class _Scales:
@@ -43,9 +42,9 @@ class _Scales:
     """
 
     def __init__(self, shown: Sequence[Curve], *, share: bool, heads: bool) -> None:
-        self.held = limits(shown)
-        reserved = [size for curve in shown for size in curve.reserved.values()]
-        self.highest = max([*(curve.peak for curve in shown), *self.held.values(), *reserved, 1])
+        self.peak = max(curve.peak for curve in shown)
+        lines = [limits(curve, self.peak) | curve.reserved for curve in shown]
+        self.highest = max(self.peak, 1, *(size for sizes in lines for size in sizes.values()))
         self.unit, self.per = theme.unit_of(self.highest)
         self.share, self.numbered = share, any(curve.numbered for curve in shown)
         self.seconds = 1.0 if self.numbered else 1e3
@@ -94,7 +93,7 @@ def drawn(
         axes[f"yaxis{panel[1:]}"] = {
             "domain": [max(low, 0.0), high],
             "range": [0, scales.highest / per * scales.room / (scales.room - WORDS)],
-            "title": {"text": scales.unit if len(shown) > 2 else f"memory ({scales.unit})"},
+            "title": scales.unit if len(shown) > 2 else f"memory ({scales.unit})",
             "tickformat": "~g",
             "nticks": max(3, scales.room // 45),
             "anchor": "x",
@@ -135,12 +134,12 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     traces = []
     for kind in theme.KIND_COLOUR:
         name, rows = naming.kind_name(kind), []
-        for phase in curve.phases:
-            if phase.kind == kind:
-                start, end = (scales.x(curve, t) for t in phase[1:])
+        for of_kind, begin, stop in curve.phases:
+            if of_kind == kind:
+                start, end = scales.x(curve, begin), scales.x(curve, stop)
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
-                took = f": {theme.scaled(phase.end - phase.start, 's')}" * (not curve.numbered)
+                took = f": {theme.scaled(stop - begin, 's')}" * (not curve.numbered)
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             at = {"axes": ("x", axis), "showlegend": False}
@@ -175,8 +174,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
-    held = scales.held.keys() & capacity(curve.report).keys()
-    for label, size in ({label: scales.held[label] for label in held} | curve.reserved).items():
+    for label, size in (limits(curve, scales.peak) | curve.reserved).items():
         height, right = size / per, label != "allocated"
         dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))

@@ -105,24 +105,20 @@ class Grid:
         look |= {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
         return heat(across, down, [[cell(p, at) for at in columns] for p in rows], **look)
 
-    def _pieces(self, cluster: Cluster) -> list[list[Any]]:
-        """[node, left, right, upper, lower] of every rectangle of cells of one node."""
-        pieces: list[list[Any]] = []
+    def _pieces(self, cluster: Cluster) -> list[tuple[int, float, float, float, float]]:
+        """(node, left, right, upper, lower) of every rectangle of cells of one node; it ends where
+        cells are left out.
+        """
+        rows: dict[tuple, list[float]] = {}  # {(node, left, right, gaps above): upper edges}
         for p, y in self.y.items():
-            runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
+            in_row: dict[tuple, list[float]] = {}  # {(node, gaps on the left): left edges}
             for (d, t), x in self.x.items():
-                node = cluster.node_of(self.rank(p, d, t))
-                if runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT:
-                    runs[-1][2] = x + 1.0
-                else:
-                    runs.append([node, x, x + 1.0])
-            for run in runs:
-                above = [piece for piece in pieces if piece[:3] == run and y - piece[4] < LEFT_OUT]
-                if above:
-                    above[0][4] = y + 1.0
-                else:
-                    pieces.append([*run, y, y + 1.0])
-        return pieces
+                key = cluster.node_of(self.rank(p, d, t)), sum(gap < x for gap in self.gaps)
+                in_row.setdefault(key, []).append(x)
+            gaps = sum(gap < y for gap in self.row_gaps)
+            for (node, _), lefts in in_row.items():
+                rows.setdefault((node, lefts[0], lefts[-1] + 1.0, gaps), []).append(y)
+        return [(*key[:3], uppers[0], uppers[-1] + 1.0) for key, uppers in rows.items()]
 
     def nodes(self, cluster: Cluster | None) -> tuple[list[Part], list[Part]]:
         """The nodes' names and the frames around their cells: notes and shapes.
@@ -171,6 +167,13 @@ def shown(n: int, own: int, most: int) -> list[int]:
     return sorted([i for i in wanted if 0 <= i < n][:most])
 
 
+def spread(many: Sequence[Any], most: int) -> list[Any]:
+    """At most ``most`` of the items, evenly spaced, with the first and the last among them."""
+    if len(many) <= most:
+        return list(many)
+    return [many[round(i * (len(many) - 1) / max(1, most - 1))] for i in range(most)]
+
+
 def placed(
     indices: Sequence[int], each: float, apart: float, left_out: float
 ) -> tuple[dict[int, float], list[float], float]:
@@ -180,11 +183,11 @@ def placed(
     apart, left_out  gap to the next index, and gap where indices are left out in between
     """
     starts, gaps, position = {}, [], 0.0
-    for index, before in zip(indices, [None, *indices], strict=False):
-        if before is not None and index - before > 1:
+    for index in indices:
+        if starts and index - 1 not in starts:
             gaps.append(position + LEFT_OUT / 2)
             position += left_out
-        elif before is not None:
+        elif starts:
             position += apart
         starts[index] = position
         position += each

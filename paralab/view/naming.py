@@ -7,7 +7,7 @@ They are plain text, so tables use them too.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import count_of, illegal
@@ -103,9 +103,8 @@ def cluster_name(cluster: Cluster) -> str:
 
 def shared_cores(report: Tables) -> int:
     """How many cores the ranks of a run shared, if there were fewer cores than ranks; else 0."""
-    cores = report.meta.get("cores")
-    few = report.clock == "measured" and isinstance(cores, int) and cores < report.world_size
-    return cores if few else 0
+    cores = report.meta.get("cores") or report.world_size
+    return cores if report.clock == "measured" and cores < report.world_size else 0
 
 
 def clock_line(report: Tables, *more: str) -> str:
@@ -116,6 +115,13 @@ def clock_line(report: Tables, *more: str) -> str:
 def clock_lines(clocks: Iterable[str]) -> list[str]:
     """ "measured: wall clock" and the like, once for each clock."""
     return [f"{clock}: {CLOCK_BRIEF[clock]}" for clock in dict.fromkeys(clocks)]
+
+
+def labelled(name: str, value: Any, legal: str) -> Mapping[Any, Any]:
+    """``value`` if it is a mapping of labels with something to draw, or the refusal."""
+    if not isinstance(value, Mapping) or not value:
+        raise illegal(name, value, "nothing to draw", legal)
+    return value
 
 
 def given(labels: Any, sources: Sequence[Any], noun: str) -> list[str]:

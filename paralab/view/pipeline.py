@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from paralab.checks import choice, illegal, instance
@@ -92,7 +93,8 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     edges = {r: edges_of[report.plan.place(r)[1:]] for r in result.ranks if r in parts}
     if marked:
         result.mark = max(end for _, end in edges.values())
-    if all(b["kind"] != "wait" for b in result.boxes):  # no waits are recorded: every gap is one
+    # Where no waits are recorded, every gap is one; a bare schedule has those of its last actions.
+    if report.model is None or all(b["kind"] != "wait" for b in result.boxes):
         low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
         if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
             high = max(b["start"] for b in result.boxes)
@@ -116,10 +118,9 @@ def fill(
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
-        busy_times = union((b["start"], b["end"]) for b in own_boxes)
-        starts, ends = zip(*busy_times, strict=True) if busy_times else ((), ())
-        begin, done = busy[rank] if busy else (min(starts, default=high), max(ends, default=low))
-        for start, end in zip((low, *ends), (*starts, high), strict=True):
+        work = union((b["start"], b["end"]) for b in own_boxes)
+        begin, done = busy[rank] if busy else (work[0][0], work[-1][1]) if work else (high, low)
+        for (_, start), (end, _) in pairwise([(low, low), *work, (high, high)]):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
             long = end - start > 1e-9 * (high - low)  # else a rounding error
@@ -144,8 +145,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
 
     Raises ValueError without schedules, on something that is no schedule, and if all take no time.
     """
-    if not isinstance(named, Mapping) or not named:
-        raise illegal("named", named, "nothing to draw", "{name: a schedule}")
+    naming.labelled("named", named, "{name: a schedule}")
     for name in seconds:
         choice("seconds of", name, ("forward", "backward", "weight_grad"))
     by_name = {

@@ -29,6 +29,8 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     Raises ValueError if the names differ or are fewer than two, if the reports of one mapping have
     several clocks, or if both mappings have the same clock.
     """
+    for what, reports in (("expected", expected), ("found", found)):
+        naming.labelled(what, reports, "{name of a plan: its report}")
     if set(expected) != set(found) or len(found) < 2:
         legal = f"at least two, each with a report in both: {sorted(expected)}"
         raise illegal("found", sorted(found), "not the plans in expected, or too few", legal)
@@ -44,7 +46,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
             why = "the reports in expected have the same clock"
             raise illegal("found", clock, why, "replayed or measured, next to predicted ones")
         times[clock] = [reports[name].step_time for name in names]
-    table = pd.DataFrame({"plan": names, **times}).set_index("plan")
+    table = pd.DataFrame(times, index=pd.Index(names, name="plan"))
     clocks, look = list(times), theme.look()
     rows = [theme.text(name) for name in names]
     favourite, came_in = int(table[clocks[0]].argmin()), times[clocks[1]]
@@ -72,7 +74,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         " · ".join(below),
         height=150 + 34 * len(names),
         margin={"l": 24 + int(8 * max(map(len, names)))},
-        xaxis={"title": {"text": "step (ms)"}, "rangemode": "tozero"},
+        xaxis={"title": "step (ms)", "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "tickfont": {"size": 14}, "ticksuffix": "  "},
     )
     return fig.draw(traces).explained(

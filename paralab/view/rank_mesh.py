@@ -23,11 +23,20 @@ from paralab.view.marks.curves import curve
 from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid, Group
 
 ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
+TP_SENDS = {  # in every layer, by tp_mode
+    "1d": "all-reduce of activations",
+    "2d": "broadcast and reduce of blocks",
+    "2.5d": "broadcast and reduce of blocks",
+    "3d": "all-gather and reduce-scatter of blocks",
+}
 
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
     """The groups of ``rank`` with more than one member, from the innermost axis outwards."""
-    axes, result = {"tp": _tp_sends(plan), **_dp_sends(plan)}, []
+    inside = TP_SENDS[plan.tp_mode]
+    if plan.sequence_parallel:
+        inside = "all-gather and reduce-scatter of activations"
+    axes, result = {"tp": f"{inside} in every layer", **_dp_sends(plan)}, []
     axes["pp"] = "activations forward, their gradients back"
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
@@ -35,16 +44,6 @@ def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Gr
             crosses = "" if cluster is None else level(ranks, cluster.node_of)
             result.append(Group(axis, ranks, sends, crosses))
     return result
-
-
-def _tp_sends(plan: Plan) -> str:
-    if plan.tp_mode == "3d":
-        return "all-gather and reduce-scatter of blocks in every layer"
-    if plan.tp_mode != "1d":
-        return "broadcast and reduce of blocks in every layer"
-    if plan.sequence_parallel:
-        return "all-gather and reduce-scatter of activations in every layer"
-    return "all-reduce of activations in every layer"
 
 
 def _dp_sends(plan: Plan) -> dict[str, str]:

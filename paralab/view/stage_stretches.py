@@ -21,8 +21,8 @@ from paralab.view import boxes, lanes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import Part, column
 from paralab.view.marks import boxes as mark
+from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
-from paralab.view.sampling import spread
 
 MAX_ROWS = 8
 LONG = 0.015  # share of the step: a rank that is idle for longer starts a new stretch
@@ -81,8 +81,9 @@ def stage_time(
     remarks = [f"step {step}", "height of a colour: its share of the time"]
     if len(shown) < report.world_size:
         remarks.append(f"{len(shown)} of {report.world_size:,} ranks drawn")
+    causes = [cause for cause, holds in WITHIN if holds(plan)]
     if any(stretch.parts.get("within", 0.0) > SHOWN * seconds for stretch in stretches):
-        remarks.append(f"inside actions ranks wait for {' and '.join(_causes(report))}")
+        remarks.append(f"inside actions ranks wait for {' and '.join(causes)}")
     high = HEIGHT - MESSAGES if calls else HEIGHT
     names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in shown]
     ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(shown, names, strict=True)]
@@ -99,12 +100,11 @@ def stage_time(
     for stretch in stretches:
         length, top = stretch.end - stretch.start, rows[stretch.rank]
         for kind in ORDER if length >= SHOWN * seconds else ():
-            share = stretch.parts.get(kind, 0.0) / length
-            if share >= SHOWN:
+            if (share := stretch.parts.get(kind, 0.0) / length) >= SHOWN:
                 at = round(stretch.start * per, 6), round(length * per, 6), top + high * share / 2
                 boxed.setdefault(kind, []).append((*at, high * share, "", _hover(stretch)))
                 top += high * share
-    drawn = [_columns(report, kind, boxed[kind]) for kind in ORDER if kind in boxed]
+    drawn = [_columns(kind, boxed[kind], causes, plan.pp > 1) for kind in ORDER if kind in boxed]
     if calls:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
@@ -184,20 +184,16 @@ def _finding(report: Tables, step: int) -> str:
     return f"{name}: forward and backward take {boxes.of_step(work, duration)}"
 
 
-def _columns(report: Tables, kind: str, rows: list[tuple]) -> Part:
+def _columns(kind: str, rows: list[tuple], causes: list[str], several: bool) -> Part:
+    """The boxes of one kind; ``several``: whether there are stages, which wait for each other."""
     name, fill = lanes.style(kind, "compute")
-    causes = _causes(report)
-    if kind == "within" or (kind == "wait" and report.plan.pp > 1 and causes):
+    if kind == "within" or (kind == "wait" and several and causes):
         name = WAITS[kind]
     if kind == "within" and causes == [WITHIN[0][0]]:
         name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
     trace = mark.boxes(name, fill, rows, hatched=kind == "wait", edge=0)
     trace["marker"]["cornerradius"] = 0
     return trace
-
-
-def _causes(report: Tables) -> list[str]:
-    return [cause for cause, holds in WITHIN if holds(report.plan)]
 
 
 def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: float) -> Part:

@@ -79,28 +79,21 @@ class Look:
     series: tuple[str, ...]
 
 
-LIGHT = Look(
-    name="light",
-    paper="#FFFFFF",
-    ink="#24292F",
-    faint="#57606A",
-    grid="#E5E8EB",
-    wait=KIND_COLOUR["wait"],
-    hatch="#57606A",
-    scale=("#F4F6F8", "#4A5A6A"),
-    series=("#2B3642", "#DC1845", "#8A4FC4", "#A58E12", "#2E8A8A"),
-)
-DARK = Look(
-    name="dark",
-    paper="#11151A",
-    ink="#E6EDF3",
-    faint="#9AA4AE",
-    grid="#2B323A",
-    wait="#343C45",
-    hatch="#7D8894",
-    scale=("#1C2229", "#B4BFCA"),
-    series=("#E6EDF3", "#EE4F7B", "#8B72EE", "#EEC763", "#40B0BF"),
-)
+_INKS = {  # light and dark
+    "name": ("light", "dark"),
+    "paper": ("#FFFFFF", "#11151A"),
+    "ink": ("#24292F", "#E6EDF3"),
+    "faint": ("#57606A", "#9AA4AE"),
+    "grid": ("#E5E8EB", "#2B323A"),
+    "wait": (KIND_COLOUR["wait"], "#343C45"),
+    "hatch": ("#57606A", "#7D8894"),
+    "scale": (("#F4F6F8", "#4A5A6A"), ("#1C2229", "#B4BFCA")),
+    "series": (
+        ("#2B3642", "#DC1845", "#8A4FC4", "#A58E12", "#2E8A8A"),
+        ("#E6EDF3", "#EE4F7B", "#8B72EE", "#EEC763", "#40B0BF"),
+    ),
+}
+LIGHT, DARK = (Look(**{name: both[i] for name, both in _INKS.items()}) for i in (0, 1))
 LOOKS = {"light": LIGHT, "dark": DARK}
 SERIES_DASH = ("solid", "dash", "dot", "dashdot", "longdash")
 SERIES_SYMBOL = ("circle", "square", "diamond", "triangle-up", "x")

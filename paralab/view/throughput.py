@@ -17,12 +17,7 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve
 
-CLOCK_STYLE = {  # by the figure's clock: dash of its lines, and whether its markers are hollow
-    "measured": ("solid", False),
-    "replayed": ("dash", True),
-    "predicted": ("dot", True),
-    "dry run": ("longdash", True),
-}
+DASH = {"measured": "solid", "replayed": "dash", "predicted": "dot", "dry run": "longdash"}
 NEAR = 0.065  # share of the axis: least distance of the words at the ends of lines
 
 
@@ -35,14 +30,13 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     Raises ValueError if there are no rows, and on a row that lacks a value, which it names.
     """
     table = _efficiency(_checked(rows))
-    forms, ranks = list(dict.fromkeys(table["form"])), sorted(set(table["ranks"].tolist()))
+    forms, ranks = table["form"].unique().tolist(), sorted(set(table["ranks"].tolist()))
     (clock,) = set(table["clock"])
-    dash, hollow = CLOCK_STYLE[clock]
-    look = {"mode": "lines+markers", "dash": dash, "symbol": "circle" + HOLLOW * hollow}
+    symbol = "circle" + HOLLOW * (clock != "measured")
+    look = {"mode": "lines+markers", "dash": DASH[clock], "symbol": symbol}
     style, traces, ends = theme.series(forms), [], []
-    for form in forms:
-        own = table.loc[table["form"] == form, ["ranks", "throughput", "efficiency"]]
-        points = list(own.itertuples(index=False, name=None))
+    for form, own in table.groupby("form", sort=False):
+        points = list(own[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
         texts = [
             f"{theme.text(form)}, {count_of(n, 'rank')}: {y:,.1f} samples per second, "
             f"{theme.percent(share)} of ideal"
@@ -67,9 +61,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         naming.clock_lines([clock])[0],
         height=460,
         margin={"r": 24 + int(9 * max(theme.letters(n["text"]) for n in notes))},
-        xaxis={"title": {"text": "ranks"}, "tickvals": ranks}
-        | {"range": [ranks[0] - room, ranks[-1] + room]},
-        yaxis={"title": {"text": "samples per second"}, "rangemode": "tozero", "tickformat": "~s"},
+        xaxis={"title": "ranks", "tickvals": ranks, "range": [ranks[0] - room, ranks[-1] + room]},
+        yaxis={"title": "samples per second", "rangemode": "tozero", "tickformat": "~s"},
     )
     summary = f"scaling of {' | '.join(forms)} to {count_of(ranks[-1], 'rank')}, {clock}: "
     summary += count_of(len(table), "run")

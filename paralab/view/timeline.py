@@ -7,7 +7,6 @@ copy to end. Communication under a coloured box is hidden; under a hatched one i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from paralab.checks import choice, count_of, illegal
 from paralab.report import facts, metrics
@@ -76,7 +75,10 @@ def timelines(
     Raises ValueError without reports, on a report without that step or rank, or if there are not as
     many labels as reports.
     """
-    _check(reports)
+    if not reports:
+        raise illegal("reports", reports, "nothing to draw", "one report or several")
+    for report in reports:
+        facts.needs_tables(report, "reports")
     names = naming.apart(reports) if labels is None else naming.given(labels, reports, "reports")
     ranks_of = [facts.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
@@ -95,14 +97,6 @@ def timelines(
     summary += f"{' | '.join(names)} ({clocks}): "
     summary += f"{sum(len(section.boxes) for section in sections)} boxes"
     return drawn(sections, _verdict(sections), remarks, summary).titled(title)
-
-
-def _check(reports: Sequence[Any]) -> None:
-    if not reports:
-        raise illegal("reports", reports, "nothing to draw", "one report or several")
-    for report in reports:
-        if not hasattr(report, "spans"):
-            raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
 
 
 # ---- the finding ---------------------------------------------------------------------------------

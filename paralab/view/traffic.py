@@ -148,7 +148,7 @@ def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
     title = {"text": "receiving rank" + f" (in the cells: {name} per {unit})" * few}
     xaxis = {"domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
-    yaxis = {"title": {"text": "sending rank"}, "categoryarray": rows}
+    yaxis = {"title": "sending rank", "categoryarray": rows}
     yaxis |= {"autorange": "reversed", "scaleanchor": "x"}
     return [trace], borders, {"xaxis": each | xaxis, "yaxis": each | yaxis}
 

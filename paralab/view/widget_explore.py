@@ -33,8 +33,8 @@ from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory_chart import fits, stage_memory
+from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import mesh
-from paralab.view.sampling import spread
 from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline, timelines
 from paralab.view.traffic import traffic_chart

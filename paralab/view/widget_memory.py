@@ -16,8 +16,8 @@ from paralab.interpret import quick
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
 from paralab.view.chart import Chart
-from paralab.view.memory import bytes_bars, share_of
 from paralab.view.memory_curves import curves, fullest
+from paralab.view.stacked_bars import bytes_bars, share_of
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import Knob, duration, in_bytes, slider
 

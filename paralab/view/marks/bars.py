@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import illegal, real
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.marks import AXES, Part, hover, note, on
 
 LETTER = 0.0105  # share of the axis that one letter takes, if the axis is as wide as the figure
@@ -37,10 +37,11 @@ def by_category(kinds: Iterable[str]) -> list[str]:
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
     """(bar, kind, value) rows, for the mark and for the figure's table.
 
-    Raises ValueError if there are no bars, and on a value below 0, which it names.
+    Raises ValueError if there are no bars, and on what is no mapping or a value below 0, by name.
     """
-    if not isinstance(bars, Mapping) or not bars:
-        raise illegal("bars", bars, "nothing to draw", "{label: {kind: value}}")
+    for label, parts in naming.labelled("bars", bars, "{label: {kind: value}}").items():
+        if not hasattr(parts, "items"):  # a pandas Series of a table has them too
+            raise illegal(f"bars[{label!r}]", parts, "not a mapping", "{kind: value}")
     rows = [(label, kind, n) for label, parts in bars.items() for kind, n in parts.items()]
     for label, kind, n in rows:
         real(f"bars[{label!r}][{kind!r}]", n, at_least=0.0)
@@ -82,13 +83,13 @@ def bars(
             if (size := value.get((label, kind))) is not None:
                 word = theme.scaled(size, unit)
                 parts.append((label, size, word, letter * (len(word) + 1) * end))
-        crossed = {}  # {anchor: whether a line goes through the word of each part, if it is there}
-        for anchor, before in (("middle", 0.5), ("start", 0.0)):
-            lefts = [filled[label] + before * (size - wide) for label, size, _, wide in parts]
-            crossed[anchor] = [
-                any(left < position < left + wide for position in lines)
-                for left, (*_, wide) in zip(lefts, parts, strict=True)
+        crossed = {  # {anchor: whether a line goes through the word of each part, if it is there}
+            anchor: [
+                any(0 < at - filled[label] - before * (size - wide) < wide for at in lines)
+                for label, size, _, wide in parts
             ]
+            for anchor, before in (("middle", 0.5), ("start", 0.0))
+        }
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
         marker = {"color": fill, "line": {"width": 1, "color": theme.look().paper}}
         ink: Any = theme.on(fill)
@@ -174,7 +175,7 @@ def _note_position(label: str, number: int) -> str | int:
 
 def bytes_axis(title: str, end: float, per: float, **more: Any) -> Part:
     """The axis of the bytes, from 0 to ``end``; ``per``: bytes in one of its units."""
-    return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
+    return {"title": title, "range": [0, end / per], "tickformat": "~g", **more}
 
 
 def labels(names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any) -> Part:

@@ -57,4 +57,4 @@ def rows_axis(ticks: Sequence[tuple[float, str]], bottom: float, top: float) -> 
 def time_axis(title: str, window: float) -> Part:
     """The time axis, from 0 to ``window`` in the title's unit, with a little room at both ends."""
     ends = [-0.005 * window, 1.005 * window]
-    return {"title": {"text": title}, "range": ends, "tickformat": "~g"}
+    return {"title": title, "range": ends, "tickformat": "~g"}

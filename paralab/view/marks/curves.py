@@ -82,7 +82,7 @@ def log_axis(
     ticks, length = theme.log_ticks(low, high), math.log10(high / low) or 1.0
     return {
         "type": "log",
-        "title": {"text": title},
+        "title": title,
         "range": [math.log10(low) - pad[0] * length, math.log10(high) + pad[1] * length],
         "tickvals": ticks,
         "ticktext": [
