@@ -217,20 +217,19 @@ class Widget(ipw.VBox):
         link = knob.link and knob.link(self.cluster or self._here(self.plan.world_size))
         if link:
             return knob.at(link)
-        start = knob.start(self) if callable(knob.start) else knob.start
+        start, offers, sets = knob.start, knob.offers, knob.sets or name
         if start is None:
-            owner = self.plan if hasattr(self.plan, knob.sets or name) else self.model
-            start = getattr(owner, knob.sets or name)
-        if isinstance(knob.offers, dict):
-            return replace(knob, start=start)
-        offers = [value for value in knob.offers if self._offered(name, value)]
+            start = getattr(self.plan if hasattr(self.plan, sets) else self.model, sets)
+        elif callable(start):
+            start = start(self)
+        if not isinstance(offers, dict):
+            offers = [value for value in offers if self._offered(name, value)]
         return replace(knob, start=start, offers=offers)
 
     def _fields_set(self, at: At, kind: type) -> dict[str, Any]:
         """{field: value} of those fields of a plan or a model that knobs set."""
-        known = {one.name for one in fields(kind)}
         named = {knob.sets or name: at[name] for name, knob in self._declared.items()}
-        return {name: value for name, value in named.items() if name in known}
+        return {one.name: named[one.name] for one in fields(kind) if one.name in named}
 
     def _plan(self, at: At) -> Plan:
         return self.plan.replace(**self._fields_set(at, Plan))
@@ -379,7 +378,7 @@ class Widget(ipw.VBox):
             run = self._current_run = _Run(self.values)
             run.thread = threading.Thread(target=self._execute, args=(run,), daemon=True)
             self._progress.value, self._progress.max = 0, 1
-            self._enter("running", "starting real processes …")
+            self._enter("running")
             run.thread.start()
         return self
 
@@ -433,12 +432,11 @@ class Widget(ipw.VBox):
         """Draw the current settings. Never raises: a page would not show a callback's error."""
         try:
             self._draw()
+            state, failed = "idle" if self.result is None else "done", None
         except Exception as error:
-            if self.state != "running":  # else the error is shown at the run's end
-                self._refuse(error)
-        else:
-            if self.state != "running":
-                self._enter("done" if self.result is not None else "idle")
+            state, failed = "error", error
+        if self.state != "running":  # else this is shown at the run's end
+            self._enter(state, failed, stale=failed is not None)
 
     def _draw(self) -> None:
         """Charts, table and the text of the outcome for the current settings."""
@@ -489,7 +487,7 @@ class Widget(ipw.VBox):
             self.state = "idle"  # until `_refresh` sets it for the settings, which may be others
             self._refresh()
             if run.error is not None and not self._stale:  # else another reason is shown
-                self._complain(run.error)
+                self._enter("stopped" if isinstance(run.error, Stopped) else "error", run.error)
 
     # ---- what is shown -----------------------------------------------------------------------
     @property
@@ -498,14 +496,9 @@ class Widget(ipw.VBox):
         return STALE in self._views._dom_classes
 
     def _enter(
-        self,
-        state: str,
-        status: str = "",
-        error: BaseException | None = None,
-        trouble: str = "",
-        stale: bool = False,
+        self, state: str, error: BaseException | None = None, *, stale: bool = False
     ) -> None:
-        """Show a state: its status in a line, and its ``trouble`` as HTML, in place of the notes.
+        """Show a state and its error, as nobody would see the traceback of a thread.
 
         stale   whether the settings are impossible: the old views stay, greyed
         """
@@ -518,33 +511,31 @@ class Widget(ipw.VBox):
             widget.disabled = running or self._unused(name)
         self._progress.layout.display = "flex" if running else "none"
         self._run_button.description = "Run again" if state == "done" else "Run it"
+        (self._views.add_class if stale else self._views.remove_class)(STALE)
+        trouble = parts.noted(*(html.escape(_sentence(note)) for note in self._notes))
         if stale:
-            self._views.add_class(STALE)
-        else:
-            self._views.remove_class(STALE)
-        notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
-        self._trouble.value = trouble or parts.noted(*notes)
-        if state == "idle":
+            what = "This combination is impossible"
+            if not isinstance(error, ValueError):
+                what = "The prediction failed"
+            status, trouble = f"{what}: see below. Move a slider.", GREY + parts.impossible(error)
+            self._numbers.value = self._code.value = ""
+        elif state == "error":
+            status = "The run failed: see below. Change a setting and run again."
+            trouble = parts.trouble(error)
+        elif state == "idle":
             hint = f"{blocked}." if blocked else self._hint(at)
-            status = status or f"Move a slider: the prediction follows. {hint}"
-        self._show_status(status or self._outcome_text)
+            status = f"Move a slider: the prediction follows. {hint}"
+        elif state == "stopped":
+            status = _sentence(error)
+        else:
+            status = "starting real processes …" if running else self._outcome_text
+        self._trouble.value = trouble
+        self._show_status(status)
 
     def _show_status(self, text: str) -> None:
         self._status.value = f'<div style="line-height:1.4">{html.escape(text)}</div>'
 
-    def _refuse(self, error: Exception) -> None:
-        """Show why the settings are impossible; nothing can run."""
-        cannot = isinstance(error, ValueError)
-        text = "This combination is impossible" if cannot else "The prediction failed"
-        shown = GREY + (parts.impossible if cannot else parts.trouble)(error)
-        self._enter("error", f"{text}: see below. Move a slider.", error, shown, stale=True)
-        self._numbers.value = self._code.value = ""
 
-    def _complain(self, error: BaseException) -> None:
-        """Show in the widget why a run ended, as nobody would see the traceback of its thread."""
-        if isinstance(error, Stopped):
-            text = str(error)
-            self._enter("stopped", f"{text[:1].upper()}{text[1:]}.", error)
-        else:
-            text = "The run failed: see below. Change a setting and run again."
-            self._enter("error", text, error, parts.trouble(error))
+def _sentence(words: object) -> str:
+    text = str(words)
+    return f"{text[:1].upper()}{text[1:]}."
