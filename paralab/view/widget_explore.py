@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import html
 import warnings
-from dataclasses import fields
 from typing import Any
 
 from paralab.checks import count_of
@@ -261,17 +260,11 @@ def _boxes_per_rank(report: Tables) -> float:
 
 
 # ---- its line of code ----------------------------------------------------------------------------
-def _changed(described: Any, usual: Any) -> dict[str, Any]:
-    """{field: value} of the fields that differ from those of ``usual``."""
-    values = {field.name: getattr(described, field.name) for field in fields(described)}
-    return {name: value for name, value in values.items() if value != getattr(usual, name)}
-
-
 def _written(value: Any) -> str:
     """A setting as code; a user's function by its name, or "your_own" if it has none."""
     if isinstance(value, Offload):
-        offload = _changed(value, Offload())
-        return repr(offload | ({"bandwidth": value.limits} if value.limits else {}))
+        limits = {"bandwidth": value.limits} if value.limits else {}
+        return repr(value.changed() | limits)
     if isinstance(value, tuple):
         return f"({' '.join(f'{_written(item)},' for item in value)})"
     if callable(value):
@@ -282,7 +275,7 @@ def _written(value: Any) -> str:
 
 def as_code(plan: Plan) -> str:
     """The plan as the code that makes it, with what differs from the default, as HTML."""
-    settings = [f"{name}={_written(value)}" for name, value in _changed(plan, Plan()).items()]
+    settings = [f"{name}={_written(getattr(plan, name))}" for name in plan.changed()]
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
     code = html.escape(f"plan = pl.Plan({', '.join(settings)})")
     return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'
