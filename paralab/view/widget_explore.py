@@ -130,14 +130,12 @@ class Explore(Steps):
 
     def _cluster(self, at: At) -> Cluster:
         """The chosen cluster with so many nodes; this machine is always one node."""
-        name, nodes = at["cluster"], at["nodes"]
-        if name not in (HERE, GIVEN):
-            return Cluster.preset(name, nodes=nodes)
-        if name == HERE:
+        if at["cluster"] == HERE:
             return self._here(self._ranks(at))
-        if self.cluster is None or is_local(self.cluster):
-            return self._machine(at)
-        return self.cluster.replace(nodes=nodes)
+        if at["cluster"] != GIVEN:
+            return Cluster.preset(at["cluster"], nodes=at["nodes"])
+        given = self._machine(at)
+        return given if is_local(given) else given.replace(nodes=at["nodes"])
 
     def _depends_on(self, at: At) -> Any:
         """A run on this machine is found again whatever the knob ``nodes`` says."""

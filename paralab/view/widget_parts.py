@@ -72,12 +72,9 @@ class Knob:
         """(text, value) pairs, with the start value among them."""
         if isinstance(self.offers, Mapping):
             return list(self.offers.items())
-        return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
-
-    def written(self, n: Any) -> str:
-        if callable(self.says):
-            return self.says(n)
-        return self.says.format(n) + self.plural * (n != 1)
+        says = self.says if callable(self.says) else self.says.format
+        values = sorted({*self.offers, self.start})
+        return [(says(n) + self.plural * (n != 1), n) for n in values]
 
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
         settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
@@ -90,14 +87,11 @@ class Knob:
     def check(self, name: str, value: Any) -> Any:
         """The knob's option that equals ``value``. Raises ``ValueError`` if there is none."""
         values = [option for _, option in self.options]
-        matches = [
-            o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)
-        ]
-        if not matches:
-            raise illegal(
-                name, value, "the knob does not offer this value", ", ".join(map(str, values))
-            )
-        return matches[0]
+        for option in values:
+            if option == value and isinstance(option, bool) == isinstance(value, bool):
+                return option
+        legal = ", ".join(map(str, values))
+        raise illegal(name, value, "the knob does not offer this value", legal)
 
     def repr(self, value: Any) -> str:
         if isinstance(self.brief, str):
@@ -157,11 +151,8 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
         room = min(room, memory_bytes())  # a cluster need not state its memory
     least = "a smaller model or batch would"
     if need > room // 2:
-        available = in_bytes(room)
-        why = (
-            f"“Run it” would need {in_bytes(need)}, and may take half of this machine's {available}"
-        )
-        return f"{why}: {least} fit"
+        half = f"may take half of this machine's {in_bytes(room)}"
+        return f"“Run it” would need {in_bytes(need)}, and {half}: {least} fit"
     seconds = steps * report.step_time * waits
     if seconds > longest:
         return f"“Run it” would take about {duration(seconds)} here: {least} take less"
