@@ -104,6 +104,7 @@ class Widget(ipw.VBox):
     name = "widget"
     model, plan = ModelSpec.preset("laptop"), Plan()
     cluster: Cluster | None = None
+    used: tuple[str, ...] = ()  # settings of the plan: others have their defaults; (): all are used
     board: dict[str, Knob] = {}
     steps, longest = 6, math.inf  # of a real run: its steps, and the seconds that it may take
     steady = False  # whether the time axis stays while steps fit: a shorter step then looks shorter
@@ -166,7 +167,9 @@ class Widget(ipw.VBox):
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Raise ``ValueError`` on a plan that the widget is not about."""
+        """Drop what is not used of the plan; ``ValueError`` if the widget is not about the rest."""
+        if self.used:
+            self.plan = Plan(**{name: getattr(self.plan, name) for name in self.used})
         self.plan.validate(self.model)
 
     def _offered(self, name: str, value: Any) -> bool:

@@ -223,9 +223,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "precision": buttons("precision", ("fp32", "bf16", "fp16")),
         "model": Knob(label="model", offers=models, start=GIVEN),
         "cluster": buttons("cluster", clusters, start=GIVEN),
-        "nodes": slider(
-            "nodes", NODES, "{} node", "s", start=nodes, tip="this machine is one node"
-        ),
+        "nodes": slider("nodes", NODES, "node", start=nodes, tip="this machine is one node"),
     }
 
 

@@ -61,11 +61,11 @@ class Offload(Steps):
         # If the cluster states no disk, the slider starts with 1 GB/s.
         "bandwidth": slider("disk", DISKS, in_speed, start=10**9, link=lambda c: c.disk),
         "host": slider("host link", HOSTS, in_speed, link=lambda c: c.host),
-        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "{} sample", "s"),
-        "microbatches": slider("micro-batches", (1, 2, 4, 8), "{} micro-batch", "es"),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "sample"),
+        "microbatches": slider("micro-batches", (1, 2, 4, 8), "micro-batch"),
         "parameters": buttons("parameters", PLACES, start="nvme", tip=EACH),
         "optimizer": buttons("optimizer", PLACES, start="nvme", tip=ONCE),
-        "ranks": slider("devices", (1, 2, 4), "{} device", "s", sets="dp"),
+        "ranks": slider("devices", (1, 2, 4), "device", sets="dp"),
     }
     columns = {
         "time per step": step_time,

@@ -14,7 +14,7 @@ from paralab.checks import LEGAL, count_of, illegal
 from paralab.instruments.calibrate import device_of_run, memory_bytes
 from paralab.report.amounts import peak
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, Link, Plan
+from paralab.spec import Cluster, Link
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
@@ -32,8 +32,7 @@ class Knob:
     """One setting of a widget.
 
     offers   its values; or {text on the knob: value}, in order
-    says     the text for a value: a function, or a format like "{} rank"
-    plural   the ending that is added to that text for values other than 1
+    says     the text for a value: a function, a format, or the noun of what the value counts
     start    the start value, or a function of the widget that returns it; default: the value in the
              plan or the model
     sets     the field of the plan or the model that it sets; default: that of the knob's own name
@@ -47,7 +46,6 @@ class Knob:
     label: str
     offers: Iterable[Any] | Mapping[str, Any]
     says: str | Callable[[Any], str] = "{}"
-    plural: str = ""
     start: Any = None
     sets: str = ""
     link: Callable[[Cluster], Link | None] | None = None
@@ -72,9 +70,12 @@ class Knob:
         """(text, value) pairs, with the start value among them."""
         if isinstance(self.offers, Mapping):
             return list(self.offers.items())
-        says = self.says if callable(self.says) else self.says.format
-        values = sorted({*self.offers, self.start})
-        return [(says(n) + self.plural * (n != 1), n) for n in values]
+        return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
+
+    def written(self, n: Any) -> str:
+        if callable(self.says):
+            return self.says(n)
+        return self.says.format(n) if "{" in self.says else count_of(n, self.says, ",")
 
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
         settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
@@ -157,11 +158,6 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
     if seconds > longest:
         return f"“Run it” would take about {duration(seconds)} here: {least} take less"
     return ""
-
-
-def only(plan: Plan, *names: str) -> Plan:
-    """A plan with only these settings of another plan; all others have their defaults."""
-    return Plan(**{name: getattr(plan, name) for name in names})
 
 
 # ---- words ---------------------------------------------------------------------------------------
