@@ -112,7 +112,6 @@ class Widget(ipw.VBox):
     detail: str | None = None  # of the prediction, as `pl.predict` takes it
     replays: Mapping[str, Any] = {}  # arguments of `replay`, except the cluster
     _current_run: _Run | None = None  # a default, as `close` also runs if __init__ has raised
-    _outcome_text = ""
     _moving = False  # whether `set` moves several sliders, after which it draws once
     _axis_end: float | None = None  # of the time axis, if that is steady
 
@@ -134,18 +133,20 @@ class Widget(ipw.VBox):
         self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
         self._results: dict[Any, Any] = {}
         self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
-        self._run_button = parts.button("Run it", "play", "primary")
-        self._stop_button = parts.button("Stop", "stop", "danger")
+        self._run_button, self._stop_button = (
+            ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
+            for text, icon, style in (("Run it", "play", "primary"), ("Stop", "stop", "danger"))
+        )
         self._progress = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble, self._code = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        self._views = parts.grid("max(min(100%, 560px), 34%)", "12px 16px", self.width)
-        knobs = parts.grid(f"{parts.KNOB}px", "0 28px", self.width)
-        knobs.children = [knob.row(self.knobs[name]) for name, knob in self._declared.items()]
+        self._views = parts.grid([], "max(min(100%, 560px), 34%)", "12px 16px", self.width)
+        rows = [knob.row(self.knobs[name]) for name, knob in self._declared.items()]
+        knobs = parts.grid(rows, f"{parts.KNOB}px", "0 28px", self.width)
         buttons = ipw.HBox([self._run_button, self._stop_button, self._progress, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
-        parts_below = [buttons, self._trouble, self._numbers, self._code, self._views]
-        super().__init__([knobs, *parts_below], layout={"width": "100%"})
+        shown = [self._trouble, self._numbers, self._code, self._views]
+        super().__init__([knobs, buttons, *shown], layout={"width": "100%"})
         self._draw()
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
@@ -442,13 +443,11 @@ class Widget(ipw.VBox):
             self._enter(state, failed, stale=failed is not None)
 
     def _draw(self) -> None:
-        """Charts, table and the text of the outcome for the current settings."""
+        """Charts and table for the current settings."""
         at = self.values
         self._notes = at.notes
         first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
-        if at.measured is not None:
-            self._outcome_text = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
         self.charts = [self._steadied(first), *others]
         if not self._views.children:
             views = [View(chart, first=i == 0) for i, chart in enumerate(self.charts)]
@@ -530,8 +529,10 @@ class Widget(ipw.VBox):
             status = f"Move a slider: the prediction follows. {hint}"
         elif state == "stopped":
             status = _sentence(error)
+        elif running:
+            status = "starting real processes …"
         else:
-            status = "starting real processes …" if running else self._outcome_text
+            status = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
         self._trouble.value = trouble
         self._show_status(status)
 

@@ -127,10 +127,7 @@ class Offload(Steps):
         """Seconds that a device computes in a step, and the bytes read from files and written."""
         links = link_bytes(at.model, at.plan)
         moved = sum(sum(links[f"disk {way}"].values()) for way in ("read", "write"))
-        work = self._cached(
-            "work", (at.plan, at["host"]), lambda: metrics.shares(at.predicted, 0)["work"]
-        )
-        return work, moved
+        return metrics.shares(at.predicted, 0)["work"], moved
 
     def _seconds(self, at: At) -> dict[float, float]:
         """{each bandwidth of the disk's slider: predicted seconds of a step}. They are kept, so

@@ -186,15 +186,11 @@ def counted(chart: Chart, shown: int, ranks: int) -> Chart:
 
 
 # ---- HTML ----------------------------------------------------------------------------------------
-def button(text: str, icon: str, style: str) -> ipw.Button:
-    return ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
-
-
-def grid(least: str, gap: str, width: str) -> ipw.GridBox:
-    """An empty grid with as many columns of at least this width as the page has room for."""
+def grid(children: Sequence[ipw.Widget], least: str, gap: str, width: str) -> ipw.GridBox:
+    """A grid with as many columns of at least the width ``least`` as the page has room for."""
     columns = f"repeat(auto-fit, minmax({least}, 1fr))"
     layout = {"grid_gap": gap, "max_width": width, "grid_template_columns": columns}
-    return ipw.GridBox(layout=layout)
+    return ipw.GridBox(children, layout=layout)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
