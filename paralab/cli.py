@@ -341,7 +341,10 @@ def _run(given: argparse.Namespace) -> None:
     folder = _part_folder(given, "under torchrun a rank has only its part of the report", "predict")
     try:
         if folder is not None:
-            _run_one_rank(folder, model, plan, settings)
+            if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
+                how = "with all parts in one folder, read it by"
+                print(f"every rank writes its part into {folder}; {how}")
+                print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
             return
         report = experiment.run(model, plan, **settings)
     except ValueError as error:  # what `pl.run` calls save is --checkpoint here
@@ -374,12 +377,6 @@ def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> 
         if value := getattr(given, name, None):
             raise illegal(name, str(value), why, "--out FOLDER, then paralab show FOLDER")
     return str(given.out or given.folder)
-
-
-def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> None:
-    if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
-        print(f"every rank writes its part into {folder}; with all parts in one folder, read it by")
-        print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
 
 
 def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
