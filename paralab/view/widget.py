@@ -218,7 +218,7 @@ class Widget(ipw.VBox):
     # ---- what settings mean ------------------------------------------------------------------
     def _with_start(self, name: str, knob: Knob) -> Knob:
         """The knob with its start value and the values that it offers for model and cluster."""
-        link = knob.link and knob.link(self.cluster or self._here(self.plan.world_size))
+        link = knob.link and knob.link(self._machine(self.plan.world_size))
         if link:
             return knob.at(link)
         start, offers, sets = knob.start, knob.offers, knob.sets or name
@@ -256,19 +256,18 @@ class Widget(ipw.VBox):
         """
         return self._cached(("here", parts.device_of_run(ranks)), None, lambda: this_machine(ranks))
 
-    def _machine(self, at: At) -> Cluster:
+    def _machine(self, ranks: int) -> Cluster:
         """The cluster that the widget was given, else this machine."""
-        return self.cluster or self._here(self._ranks(at))
+        return self.cluster or self._here(ranks)
 
     def _gpus(self, at: At) -> bool:
         """Whether the devices are GPUs, which is known without calibrating anything."""
-        if self.cluster is None:
-            return parts.device_of_run(self._ranks(at)) == "cuda"
-        return self.cluster.gpus
+        given = self.cluster
+        return given.gpus if given else parts.device_of_run(self._ranks(at)) == "cuda"
 
     def _cluster(self, at: At) -> Cluster:
         """The cluster; if there is a knob "bandwidth", links have that, with their own latency."""
-        cluster = self._machine(at)
+        cluster = self._machine(self._ranks(at))
         if "bandwidth" not in at or at["bandwidth"] == self._declared["bandwidth"].start:
             return cluster
         link, inter = (

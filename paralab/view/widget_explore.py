@@ -134,7 +134,7 @@ class Explore(Steps):
             return self._here(self._ranks(at))
         if at["cluster"] != GIVEN:
             return Cluster.preset(at["cluster"], nodes=at["nodes"])
-        given = self._machine(at)
+        given = self._machine(self._ranks(at))
         return given if is_local(given) else given.replace(nodes=at["nodes"])
 
     def _depends_on(self, at: At) -> Any:

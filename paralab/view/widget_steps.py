@@ -74,7 +74,7 @@ class Steps(Widget):
             plan.validate(self.model)
         except ValueError:
             return False
-        return plan.world_size <= (self.cluster or self._here(plan.world_size)).num_devices
+        return plan.world_size <= self._machine(plan.world_size).num_devices
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
