@@ -512,7 +512,10 @@ class Widget(ipw.VBox):
             widget.disabled = running or self._unused(name)
         self._progress.layout.display = "flex" if running else "none"
         self._run_button.description = "Run again" if state == "done" else "Run it"
-        (self._views.add_class if stale else self._views.remove_class)(STALE)
+        if stale:
+            self._views.add_class(STALE)
+        else:
+            self._views.remove_class(STALE)
         trouble = parts.noted(*(html.escape(_sentence(note)) for note in self._notes))
         if stale:
             what = "This combination is impossible"
