@@ -98,8 +98,8 @@ def ask_torch() -> dict[str, Any]:
     """
     unknown = {"version": None, "cuda": None, "gpus": [], "backends": []}
     try:
-        command, how = (sys.executable, "-c", _PROBE), {"capture_output": True, "text": True}
-        ran = subprocess.run(command, timeout=TORCH_TIMEOUT, **how)
+        command = [sys.executable, "-c", _PROBE]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT)
     except subprocess.TimeoutExpired:
         return unknown | {"error": f"its import took more than {TORCH_TIMEOUT:g} s"}
     if ran.returncode == 0:

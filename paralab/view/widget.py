@@ -433,13 +433,16 @@ class Widget(ipw.VBox):
 
     def _refresh(self) -> None:
         """Draw the current settings. Never raises: a page would not show a callback's error."""
+        state, failed, outcome = "idle", None, ""
         try:
             self._draw()
-            state, failed = "idle" if self.result is None else "done", None
+            at = self.values
+            if at.measured is not None:
+                state, outcome = "done", self._outcome(at)
         except Exception as error:
             state, failed = "error", error
         if self.state != "running":  # else this is shown at the run's end
-            self._enter(state, failed, stale=failed is not None)
+            self._enter(state, failed, outcome, stale=failed is not None)
 
     def _draw(self) -> None:
         """Charts and table for the current settings."""
@@ -497,11 +500,17 @@ class Widget(ipw.VBox):
         return STALE in self._views._dom_classes
 
     def _enter(
-        self, state: str, error: BaseException | None = None, *, stale: bool = False
+        self,
+        state: str,
+        error: BaseException | None = None,
+        outcome: str = "",
+        *,
+        stale: bool = False,
     ) -> None:
         """Show a state and its error, as nobody would see the traceback of a thread.
 
-        stale   whether the settings are impossible: the old views stay, greyed
+        outcome  how the run that is done compares with its prediction
+        stale    whether the settings are impossible: the old views stay, greyed
         """
         running, at = state == "running", self.values
         blocked = "" if running or stale else self._blocked(at)
@@ -534,7 +543,7 @@ class Widget(ipw.VBox):
         elif running:
             status = "starting real processes …"
         else:
-            status = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
+            status = f"Done, {processes(self._ranks(at))}: {outcome}."
         self._trouble.value = trouble
         self._show_status(status)
 
