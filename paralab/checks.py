@@ -247,6 +247,11 @@ class Description:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
+    def changed(self) -> dict[str, Any]:
+        """The items of ``to_dict`` that differ from the defaults, which all fields have."""
+        usual = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != usual[name]}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """The inverse of ``to_dict``. Raises ``ValueError`` on an unknown field and on a missing

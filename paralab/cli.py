@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -157,8 +158,8 @@ def make_parser() -> argparse.ArgumentParser:
         **how: Any,
     ) -> argparse.ArgumentParser:
         """Add a command with these options of its own, and with ``plan`` those of a model and a
-        plan. ``act`` runs it and returns the exit status; or a function that does, whose errors
-        are not refusals of the command: those of a script in a rank of torchrun are its own.
+        plan. ``act`` runs it and returns the exit status, None for 0; or a function that runs it,
+        whose errors are not refusals of the command: those of a script in a rank of torchrun.
         """
         how = {"description": does[0].upper() + does[1:] + ".", **how}
         if plan:
@@ -238,7 +239,19 @@ def make_parser() -> argparse.ArgumentParser:
         "printed. What the answers print goes to stderr.",
     )
     check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
-    doctor.add_command(add)
+    doctors = add(
+        "doctor",
+        _doctor,
+        "show what this machine can do, and which labs run here",
+        plan=False,
+        description="Show what this machine can do, and which labs run here. Exit status: 0 if "
+        "labs run, 1 if none does (the reason is printed).",
+    )
+    doctors.add_argument("--json", action="store_true", help="print the findings as JSON")
+    text = "first measure this machine's speed and links, which takes ten to fifteen seconds"
+    doctors.add_argument("--calibrate", action="store_true", help=text)
+    text = "whose speed and links to show: cpu (processors) or cuda (GPUs) (default cpu)"
+    doctors.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
     return parser
 
 
@@ -320,7 +333,7 @@ def _write(
 
 
 # ---- the commands -------------------------------------------------------------------------------
-def _run(given: argparse.Namespace) -> int:
+def _run(given: argparse.Namespace) -> None:
     settings = settings_of(given, *given.own)
     if "checkpoint" in settings:  # on the command line --save is for the report
         settings["save"] = settings.pop("checkpoint")
@@ -328,7 +341,11 @@ def _run(given: argparse.Namespace) -> int:
     folder = _part_folder(given, "under torchrun a rank has only its part of the report", "predict")
     try:
         if folder is not None:
-            return _run_one_rank(folder, model, plan, settings)
+            if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
+                how = "with all parts in one folder, read it by"
+                print(f"every rank writes its part into {folder}; {how}")
+                print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
+            return
         report = experiment.run(model, plan, **settings)
     except ValueError as error:  # what `pl.run` calls save is --checkpoint here
         error.args = (str(error).replace("save=", "checkpoint="),)
@@ -344,7 +361,6 @@ def _run(given: argparse.Namespace) -> int:
         print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
-    return 0
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -363,32 +379,20 @@ def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> 
     return str(given.out or given.folder)
 
 
-def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> int:
-    if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
-        print(f"every rank writes its part into {folder}; with all parts in one folder, read it by")
-        print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
-    return 0
-
-
-def _observe(given: argparse.Namespace) -> int | Callable[[], int]:
+def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     settings = settings_of(given, *given.own)
     why = "this process is one rank, and torchrun decides this"
     _check_files(given)
     folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
-
-        def rank() -> int:
-            script, own = given.script, given.arguments
-            observing.observe_under_torchrun(script, own, folder=folder, **settings)
-            return 0
-
-        return rank
+        under_torchrun = observing.observe_under_torchrun
+        return partial(under_torchrun, given.script, given.arguments, folder=folder, **settings)
     report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
     print(report.explain())
     _write(report, given, ("html", "perfetto"))
-    return 0
+    return None
 
 
 def _check(given: argparse.Namespace) -> int:
@@ -402,13 +406,12 @@ def _check(given: argparse.Namespace) -> int:
     return 0 if all(each["points"] == each["of"] for each in grades) else 1
 
 
-def _dry_run(given: argparse.Namespace) -> int:
+def _dry_run(given: argparse.Namespace) -> None:
     settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     model, plan = _model_and_plan(given)
     report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
     _print_summary(report)
     _write(report, given)
-    return 0
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
@@ -423,7 +426,7 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
     return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
 
 
-def _program(given: argparse.Namespace) -> int:
+def _program(given: argparse.Namespace) -> None:
     from paralab.interpret.text import program  # here, as it imports the ops of a model
 
     settings = settings_of(given, "rank", "optimizer", "clip_norm")
@@ -436,10 +439,9 @@ def _program(given: argparse.Namespace) -> int:
     if other is not None:
         shown = shown.diff(program(model, other, **settings).filter(**chosen))
     print(shown.text(folded=not given.all) if other is None else shown)
-    return 0
 
 
-def _predict(given: argparse.Namespace) -> int:
+def _predict(given: argparse.Namespace) -> None:
     model, plan = _model_and_plan(given)
     cluster = _preset(given, plan)
     if cluster is not None and "device" in given:
@@ -458,7 +460,6 @@ def _predict(given: argparse.Namespace) -> int:
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([title, *(lines or ["  none"])]) + "\n")
     _write(report, given)
-    return 0
 
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
@@ -472,7 +473,7 @@ def _amounts(report: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def _show(given: argparse.Namespace) -> int:
+def _show(given: argparse.Namespace) -> None:
     _check_files(given)
     try:
         report = load(given.path)
@@ -480,7 +481,15 @@ def _show(given: argparse.Namespace) -> int:
         given.parser.error(str(error))
     _print_summary(report)
     _write(report, given)
-    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if given.calibrate:
+        print("measuring this machine …", file=sys.stderr, flush=True)
+        Cluster.local(device=given.device, refresh=True)
+    found = doctor.diagnose(doctor.examine(given.device))
+    print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
+    return 1 if found.problems else 0
 
 
 class _Output(io.FileIO):
@@ -545,7 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
         if raw is not None and raw.failed:
             raise raw.failed
-        return status
+        return status or 0
     except KeyboardInterrupt as error:
         number = error.args[0] if isinstance(error, _Ended) else signal.SIGINT
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)

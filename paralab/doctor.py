@@ -9,7 +9,6 @@ be found out is None.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import platform
@@ -17,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from paralab.checks import count_of
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
-from paralab.spec import Cluster
 from paralab.spec.cluster import available_cores
 from paralab.version import __version__
 from paralab.view.theme import scaled
@@ -51,41 +49,8 @@ LABS = {
 }
 
 
-def add_command(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `paralab doctor` to the shell's commands."""
-    parser = add(
-        "doctor",
-        _command,
-        "show what this machine can do, and which labs run here",
-        plan=False,
-        description="Show what this machine can do, and which labs run here. Exit status: 0 if "
-        "labs run, 1 if none does (the reason is printed).",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="first measure this machine's speed and links, which takes ten to fifteen seconds",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="whose speed and links to show: cpu (processors) or cuda (GPUs) (default cpu)",
-    )
-
-
-def _command(given: argparse.Namespace) -> int:
-    if given.calibrate:
-        print("measuring this machine …", file=sys.stderr, flush=True)
-        Cluster.local(device=given.device, refresh=True)
-    found = diagnose(examine(device=given.device))
-    print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
-    return 1 if found.problems else 0
-
-
 # ---- the facts ----------------------------------------------------------------------------------
-def examine(*, device: str = "cpu") -> Machine:
+def examine(device: str) -> Machine:
     """The facts about this machine; sizes are in bytes. device: whose links to report."""
     counted = temp = None
     with contextlib.suppress(OSError):
@@ -127,17 +92,16 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 """
 
 
-def ask_torch(
-    *, timeout: float = TORCH_TIMEOUT, command: Sequence[str] = (sys.executable, "-c", _PROBE)
-) -> dict[str, Any]:
+def ask_torch() -> dict[str, Any]:
     """torch's version, its CUDA's version, gpus ("name" and "memory" of each) and backends; error:
     why these are unknown, or None.
     """
     unknown = {"version": None, "cuda": None, "gpus": [], "backends": []}
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        command = [sys.executable, "-c", _PROBE]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return unknown | {"error": f"its import took more than {timeout:g} s"}
+        return unknown | {"error": f"its import took more than {TORCH_TIMEOUT:g} s"}
     if ran.returncode == 0:
         return json.loads(ran.stdout.splitlines()[-1]) | {"error": None}
     if ran.returncode < 0:
@@ -145,7 +109,7 @@ def ask_torch(
     return unknown | {"error": ran.stderr.strip().split("\n")[-1]}
 
 
-def calibrated(device: str = "cpu") -> str | None:
+def calibrated(device: str) -> str | None:
     """The cached calibration in words: the speed of a core or GPU, and of an all-reduce between
     ranks. None if there is none.
     """
@@ -240,37 +204,27 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _checks(machine: Machine) -> Iterator[Check]:
-    finding = "enough for one per rank in every lab"
-    if machine.cores < max(LABS):
-        finding = (
-            "more ranks than cores take turns, so trust the replayed clock, not the wall clock"
-        )
-    yield Check("cores", f"{count_of(machine.cores, 'core')}: {finding}")
+    many = "enough for one per rank in every lab"
+    few = "more ranks than cores take turns, so trust the replayed clock, not the wall clock"
+    cores = count_of(machine.cores, "core")
+    yield Check("cores", f"{cores}: {few if machine.cores < max(LABS) else many}")
 
-    free = "this system does not show how much of it is free"
+    room, free = _room(machine), "this system does not show how much of it is free"
     if machine.free_memory is not None:
         free = f"{_size(machine.free_memory)} free"
-    finding = f"{_size(machine.memory)}, {free}: room for {count_of(_room(machine), 'rank')}"
-    remedy = (
-        f"close other programs: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
-    )
-    yield Check("memory", finding, remedy * (_room(machine) < 1))
+    finding = f"{_size(machine.memory)}, {free}: room for {count_of(room, 'rank')}"
+    least = _size(BASE_MEMORY + RANK_MEMORY)
+    remedy = f"close other programs: one rank and JupyterLab take {least}" * (room < 1)
+    yield Check("memory", finding, remedy)
 
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
-    links = (
-        machine.links
-        or "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
-    )
-    unseen = (
-        "; this system does not show how busy other programs are, so measure when they are idle"
-    )
-    yield Check("links", links + unseen * (not machine.load_shown))
+    none = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
+    unseen = "this system does not show how busy other programs are, so measure when they are idle"
+    yield Check("links", (machine.links or none) + f"; {unseen}" * (not machine.load_shown))
 
-    finding, remedy = (
-        "there is none that can be written to",
-        "ranks meet in files there: set TMPDIR",
-    )
+    finding = "there is none that can be written to"
+    remedy = "ranks meet in files there: set TMPDIR"
     if machine.temp_free is not None:
         finding = f"{machine.temp}, {_size(machine.temp_free)} free"
         remedy = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)

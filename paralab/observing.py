@@ -113,9 +113,9 @@ def step() -> None:
 
 def observe_under_torchrun(
     path: str | os.PathLike[str], args: Sequence[str] = (), *, folder: str, **settings: Any
-) -> int:
+) -> None:
     """In one rank of a torchrun job: run the script, and write this rank's part of the report into
-    ``folder``. Returns the rank.
+    ``folder``.
 
     The ranks communicate before the script runs, to agree on the id of the run and to compare their
     clocks.
@@ -141,7 +141,6 @@ def observe_under_torchrun(
     part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
     meta = _meta(script.name) | part.pop("meta") | shared
     save_part(Path(folder), part, model=None, plan=Plan(dp=context.world_size), meta=meta)
-    return context.rank
 
 
 def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]:

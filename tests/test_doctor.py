@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,7 +97,7 @@ def test_what_keeps_labs_from_running_is_said_with_what_helps(changes, sentence)
 
 
 # ---- the facts ----------------------------------------------------------------------------------
-def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
+def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it(monkeypatch):
     answer = {"version": "9", "cuda": "13", "gpus": [H100], "backends": ["gloo"], "error": None}
     for code, error in [
         ("import time; time.sleep(60)", "its import took more than 0.5 s"),
@@ -106,8 +105,9 @@ def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
         ("import no_such_torch", "ModuleNotFoundError: No module named 'no_such_torch'"),
         (f"print('noise'); print({json.dumps(answer)!r})", None),
     ]:
-        how = {"timeout": 0.5} if "sleep" in code else {}
-        told = doctor.ask_torch(command=[sys.executable, "-c", code], **how)
+        monkeypatch.setattr(doctor, "_PROBE", code)
+        monkeypatch.setattr(doctor, "TORCH_TIMEOUT", 0.5 if "sleep" in code else 120.0)
+        told = doctor.ask_torch()
         assert told["error"] == error
     assert told == answer
 
@@ -132,7 +132,7 @@ def test_where_there_is_no_folder_there_is_no_room():
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))
-    assert doctor.calibrated() is None
+    assert doctor.calibrated("cpu") is None
     link = {"alpha": 1.5e-3, "bandwidth": 1.25e9}
     cluster = {"flops": 42e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},
                "collectives": {"all_reduce": link}}  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     again = "; other programs were busy then, so it is measured again when they are not"
     for more, words in (({}, said), ({"busy": 0.5}, said + again)):
         calibrate.cache_path().write_text(json.dumps(known | more))
-        assert doctor.calibrated() == words
+        assert doctor.calibrated("cpu") == words
 
 
 def test_every_lab_is_listed_with_the_ranks_that_it_starts():
@@ -185,7 +185,7 @@ def test_calibrate_measures_first_and_not_the_gpus_that_there_are_not(fake, caps
     gpus = ["doctor", "--calibrate", "--device", "cuda"]
     assert "there is no GPU here" in shell_refuses(capsys, *gpus)
     asked = []
-    monkeypatch.setattr(doctor.Cluster, "local", lambda **how: asked.append(how))
+    monkeypatch.setattr(cli.Cluster, "local", lambda **how: asked.append(how))
     assert cli.main(["doctor", "--calibrate", "--json"]) == cli.main(gpus) == 0
     out, err = capsys.readouterr()
     assert json.JSONDecoder().raw_decode(out)[0]["labs"] and "measuring" in err  # it stays JSON

@@ -290,6 +290,15 @@ def test_what_would_end_the_thread_ends_the_run(widget, monkeypatch):
     assert widget.state == "error" and not running(widget)
 
 
+def test_a_run_that_cannot_be_compared_says_why_and_nothing_is_printed(widget, monkeypatch, capfd):
+    monkeypatch.setattr(widget, "_outcome", lambda at: {}["<it>"])
+    widget.run().wait(PATIENCE)
+    assert widget.state == "error" and not widget.knobs["ranks"].disabled
+    assert "<b>KeyError</b>: &#x27;&lt;it&gt;&#x27;" in widget._trouble.value
+    assert widget.set(ranks=1).state == "idle" and not widget._trouble.value
+    assert capfd.readouterr() == ("", "")
+
+
 def test_widgets_take_of_a_plan_what_they_are_about():
     assert widgets.zero(plan=ZERO.replace(offload="cpu")).plan == ZERO
     assert widgets.data_parallel(TINY, pl.Plan(dp=2, pp=2), CLUSTER).plan == pl.Plan(dp=2)

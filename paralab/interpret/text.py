@@ -188,7 +188,8 @@ class ProgramText(RankProgram):
         """Whose program this is."""
         part = f"{len(self)} of " * (len(self) < len(self.lines))
         size = f"{part}{count_of(len(self.lines), 'instruction')}"
-        return f"rank {self.rank} of {self.plan.world_size}: {changed_fields(self.plan)}, {size}"
+        plan = ", ".join(f"{name}={value}" for name, value in self.plan.changed().items())
+        return f"rank {self.rank} of {self.plan.world_size}: {plan or 'one device'}, {size}"
 
     @cached_property
     def notes(self) -> list[str]:
@@ -259,13 +260,6 @@ def program(
     at, clips = plan.place(rank).pp, clip_norm is not None
     step = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
     return ProgramText(step, rank, step.codes[at])
-
-
-def changed_fields(plan: Plan) -> str:
-    """A plan by the fields that differ from the defaults: "dp=4, zero_stage=3"."""
-    defaults, fields = Plan().to_dict(), plan.to_dict()
-    changed = [f"{name}={value}" for name, value in fields.items() if value != defaults[name]]
-    return ", ".join(changed) or "one device"
 
 
 def _several(value: Any) -> list:

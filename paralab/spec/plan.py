@@ -7,7 +7,7 @@ All three are frozen descriptions of plain values, without torch. An illegal val
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from paralab.checks import Description, choice, count, flag, instance, one_of, whole
@@ -279,8 +279,11 @@ class Plan(Description):
         return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; for a schedule or pass of your own, its name."""
-        return {**super().to_dict(), "schedule": self.schedule_name, "passes": self.pass_names}
+        """Plain values; for a schedule or pass of your own, its name: it may not be copyable."""
+        own = {"schedule": self.schedule_name, "passes": self.pass_names}
+        if isinstance(self.offload, Offload):
+            own["offload"] = self.offload.to_dict()
+        return {field.name: getattr(self, field.name) for field in fields(self)} | own
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""

@@ -74,15 +74,13 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     sizes, seconds = zip(*pairs, strict=True)
     slope, latency = theme.scaled(link.bandwidth, "B/s"), theme.scaled(link.alpha, "s")
     knee = link.alpha * link.bandwidth
-    inside = sizes[0] < knee < sizes[-1]
-    title = f"{theme.text(op)}{f' on {ranks} ranks' if ranks else ''}: {latency} of latency"
-    title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency dominates" * inside
-    title += f" and a bandwidth of {slope}" * (not inside)
+    inside, half = sizes[0] < knee < sizes[-1], theme.scaled(knee, "B", digits=2)
+    rate = f"{slope}; below {half} latency dominates" if inside else f"a bandwidth of {slope}"
     times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
-    below = f"measured (wall clock) · line: {times} + bytes / bandwidth, fitted; the points are "
-    below += f"{theme.share(accuracy['median'])} off in the median, "
-    below += f"{theme.share(accuracy['worst'])} at worst"
-    low, span = 0.6 * min(min(seconds), link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
+    formula = f"{times} + bytes / bandwidth"
+    median, worst = (theme.share(accuracy[name]) for name in ("median", "worst"))
+    off = f"the points are {median} off in the median, {worst} at worst"
+    low, span = 0.6 * min(*seconds, link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
     grid = [sizes[0] / 1.5 * span ** (i / (STEPS - 1)) for i in range(STEPS)]
     high = 1.4 * max(link.seconds(grid[-1]), *seconds)
     look, floor = theme.look(), {"ink": theme.look().faint, "width": 1.5}
@@ -97,7 +95,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     traces = [
         curve(f"latency alone: {times}", flat, dash="dot", **floor),
         curve("bytes alone: bytes / bandwidth", slanted, dash="dash", **floor),
-        curve(f"fit: {times} + bytes / bandwidth", fitted, ink=look.series[1], width=3),
+        curve(f"fit: {formula}", fitted, ink=look.series[1], width=3),
         curve("measured", pairs, hover_texts, mode="markers", size=11, **dots),
         rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
     ]
@@ -106,12 +104,13 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     if link.alpha > 0:
         notes.append(_line_label(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
-        label = f"{theme.scaled(knee, 'B', digits=2)}: half the time is latency"
-        knee_mark = drop(knee, low, link.seconds(knee), label, (grid[0], grid[-1]))
-        notes, shapes = [*notes, knee_mark[0]], [knee_mark[1]]
+        label, ends = f"{half}: half the time is latency", (grid[0], grid[-1])
+        word, dropped = drop(knee, low, link.seconds(knee), label, ends)
+        notes, shapes = [*notes, word], [dropped]
+    where = theme.text(op) + f" on {ranks} ranks" * bool(ranks)
     fig = figure(
-        title,
-        below,
+        f"{where}: {latency} of latency and {rate}",
+        f"measured (wall clock) · line: {formula}, fitted; {off}",
         height=440,
         xaxis=log_axis("bytes that one rank sends", grid[0], grid[-1], "B"),
         yaxis=log_axis("time", low, high, "s"),
@@ -151,21 +150,18 @@ def algorithms(
         for name, pairs in by_name.items():
             who = theme.text(", ".join(dict.fromkeys((name, clock))))  # a curve may be "predicted"
             texts = [f"{who}: {axes.describe(*pair)}" for pair in pairs]
-            look = style[name]
+            called, look = name, style[name] | {"width": 3}
+            if by_name is marks:
+                called, hollow = f"{name}, replayed", style[name]["symbol"] + HOLLOW
+                look = {"ink": style[name]["ink"], "symbol": hollow, "mode": "markers"}
+            traces.append(curve(called, pairs, texts, **look))
             rows += [(name, clock, *pair) for pair in pairs]
-            if by_name is lines:
-                traces.append(curve(name, pairs, texts, width=3, **look))
-            else:
-                look = {"ink": look["ink"], "symbol": look["symbol"] + HOLLOW}
-                traces.append(curve(f"{name}, replayed", pairs, texts, mode="markers", **look))
     traces.append(rings("crossover", changes))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
     # A ring at a crossover looks like a marker of a run; next to markers its label explains it.
-    equal = "equal at " * bool(marks)
-    ends = min(sizes) / 1.3, max(sizes) * 1.3
-    words = [equal + _worded(size, axes.x_unit, digits=2) for size, _ in changes]
-    drops = [drop(n, low, s, word, ends) for (n, s), word in zip(changes, words, strict=True)]
+    equal, ends = "equal at " * bool(marks), (min(sizes) / 1.3, max(sizes) * 1.3)
+    drops = [drop(n, low, s, equal + _worded(n, axes.x_unit, digits=2), ends) for n, s in changes]
     fig = figure(
         _finding(lines, best, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
@@ -173,11 +169,10 @@ def algorithms(
         xaxis=log_axis(axes.x, *ends, axes.x_unit),
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
-    counts = count_of(len(changes), "crossover")
-    counts = f"predicted: {count_of(sum(map(len, lines.values())), 'size')}, {counts}"
-    fig.titled(title).draw(traces, [m for m, _ in drops], [shape for _, shape in drops])
+    fig.titled(title).draw(traces, [word for word, _ in drops], [shape for _, shape in drops])
+    counts = count_of(sum(map(len, lines.values())), "size"), count_of(len(changes), "crossover")
     return fig.explained(
-        f"time over tensor size of {' | '.join(lines)}, {counts}",
+        f"time over tensor size of {' | '.join(lines)}, predicted: {', '.join(counts)}",
         ("algorithm clock bytes seconds", rows),
     )
 
@@ -263,8 +258,9 @@ def _finding(
         return f"{theme.listed([*map(theme.text, lines)])} are equal {where}"
     at = _logs(lines, end)
     times, slowest = math.exp(max(at.values()) - min(at.values())), _lines_at(max, at)
-    more = f"{times:,.{int(times < 100)}f} times as much"
-    more = more if times >= 1.05 else f"{100 * (times - 1):.2g} % more"
+    more = f"{100 * (times - 1):.2g} % more"
+    if times >= 1.05:
+        more = f"{times:,.{int(times < 100)}f} times as much"
     if len(slowest) < len(lines):  # else they differ before
         where += f": at {_worded(end, axes.x_unit)} {_tied(slowest)} needs {more}"
     return f"{best[0]} {axes.best} {where}"

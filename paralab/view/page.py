@@ -19,7 +19,6 @@ from paralab.checks import illegal, instance, shown
 from paralab.report import facts, output_files
 from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
-from paralab.spec import Plan
 from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
+ALWAYS = ("dp", "microbatches", "microbatch_size", "precision", "grad_sync")  # told of a plan
 PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
@@ -105,10 +105,10 @@ def _for_script(value: Any) -> str:
 
 
 def _descriptions(report: Tables) -> str:
-    always = dict.fromkeys(("dp", "microbatches", "microbatch_size", "precision", "grad_sync"))
-    plan = _changed_fields(report.plan, {**Plan().to_dict(), **always})
+    told = {*ALWAYS, *report.plan.changed()}
+    plan = {name: value for name, value in report.plan.to_dict().items() if name in told}
     if isinstance(report.plan.offload, Offload):
-        plan["offload"] = _changed_fields(report.plan.offload, Offload().to_dict())
+        plan["offload"] = report.plan.offload.changed()
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: dict[str, Any] = {"Function": {"ranks": report.world_size}}
@@ -122,10 +122,6 @@ def _descriptions(report: Tables) -> str:
         for name, values in groups.items()
         if values
     )
-
-
-def _changed_fields(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in described.to_dict().items() if value != usual[name]}
 
 
 def _pairs_table(values: Mapping[str, Any]) -> str:

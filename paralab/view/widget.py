@@ -104,6 +104,7 @@ class Widget(ipw.VBox):
     name = "widget"
     model, plan = ModelSpec.preset("laptop"), Plan()
     cluster: Cluster | None = None
+    used: tuple[str, ...] = ()  # settings of the plan: others have their defaults; (): all are used
     board: dict[str, Knob] = {}
     steps, longest = 6, math.inf  # of a real run: its steps, and the seconds that it may take
     steady = False  # whether the time axis stays while steps fit: a shorter step then looks shorter
@@ -111,7 +112,6 @@ class Widget(ipw.VBox):
     detail: str | None = None  # of the prediction, as `pl.predict` takes it
     replays: Mapping[str, Any] = {}  # arguments of `replay`, except the cluster
     _current_run: _Run | None = None  # a default, as `close` also runs if __init__ has raised
-    _outcome_text = ""
     _moving = False  # whether `set` moves several sliders, after which it draws once
     _axis_end: float | None = None  # of the time axis, if that is steady
 
@@ -133,18 +133,20 @@ class Widget(ipw.VBox):
         self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
         self._results: dict[Any, Any] = {}
         self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
-        self._run_button = parts.button("Run it", "play", "primary")
-        self._stop_button = parts.button("Stop", "stop", "danger")
+        self._run_button, self._stop_button = (
+            ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
+            for text, icon, style in (("Run it", "play", "primary"), ("Stop", "stop", "danger"))
+        )
         self._progress = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble, self._code = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        self._views = parts.grid("max(min(100%, 560px), 34%)", "12px 16px", self.width)
-        knobs = parts.grid(f"{parts.KNOB}px", "0 28px", self.width)
-        knobs.children = [knob.row(self.knobs[name]) for name, knob in self._declared.items()]
+        self._views = parts.grid([], "max(min(100%, 560px), 34%)", "12px 16px", self.width)
+        rows = [knob.row(self.knobs[name]) for name, knob in self._declared.items()]
+        knobs = parts.grid(rows, f"{parts.KNOB}px", "0 28px", self.width)
         buttons = ipw.HBox([self._run_button, self._stop_button, self._progress, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
-        parts_below = [buttons, self._trouble, self._numbers, self._code, self._views]
-        super().__init__([knobs, *parts_below], layout={"width": "100%"})
+        shown = [self._trouble, self._numbers, self._code, self._views]
+        super().__init__([knobs, buttons, *shown], layout={"width": "100%"})
         self._draw()
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
@@ -166,7 +168,9 @@ class Widget(ipw.VBox):
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Raise ``ValueError`` on a plan that the widget is not about."""
+        """Drop what is not used of the plan; ``ValueError`` if the widget is not about the rest."""
+        if self.used:
+            self.plan = Plan(**{name: getattr(self.plan, name) for name in self.used})
         self.plan.validate(self.model)
 
     def _offered(self, name: str, value: Any) -> bool:
@@ -214,23 +218,22 @@ class Widget(ipw.VBox):
     # ---- what settings mean ------------------------------------------------------------------
     def _with_start(self, name: str, knob: Knob) -> Knob:
         """The knob with its start value and the values that it offers for model and cluster."""
-        link = knob.link and knob.link(self.cluster or self._here(self.plan.world_size))
+        link = knob.link and knob.link(self._machine(self.plan.world_size))
         if link:
             return knob.at(link)
-        start = knob.start(self) if callable(knob.start) else knob.start
+        start, offers, sets = knob.start, knob.offers, knob.sets or name
         if start is None:
-            owner = self.plan if hasattr(self.plan, knob.sets or name) else self.model
-            start = getattr(owner, knob.sets or name)
-        if isinstance(knob.offers, dict):
-            return replace(knob, start=start)
-        offers = [value for value in knob.offers if self._offered(name, value)]
+            start = getattr(self.plan if hasattr(self.plan, sets) else self.model, sets)
+        elif callable(start):
+            start = start(self)
+        if not isinstance(offers, dict):
+            offers = [value for value in offers if self._offered(name, value)]
         return replace(knob, start=start, offers=offers)
 
     def _fields_set(self, at: At, kind: type) -> dict[str, Any]:
         """{field: value} of those fields of a plan or a model that knobs set."""
-        known = {one.name for one in fields(kind)}
         named = {knob.sets or name: at[name] for name, knob in self._declared.items()}
-        return {name: value for name, value in named.items() if name in known}
+        return {one.name: named[one.name] for one in fields(kind) if one.name in named}
 
     def _plan(self, at: At) -> Plan:
         return self.plan.replace(**self._fields_set(at, Plan))
@@ -253,19 +256,18 @@ class Widget(ipw.VBox):
         """
         return self._cached(("here", parts.device_of_run(ranks)), None, lambda: this_machine(ranks))
 
-    def _machine(self, at: At) -> Cluster:
+    def _machine(self, ranks: int) -> Cluster:
         """The cluster that the widget was given, else this machine."""
-        return self.cluster or self._here(self._ranks(at))
+        return self.cluster or self._here(ranks)
 
     def _gpus(self, at: At) -> bool:
         """Whether the devices are GPUs, which is known without calibrating anything."""
-        if self.cluster is None:
-            return parts.device_of_run(self._ranks(at)) == "cuda"
-        return self.cluster.gpus
+        given = self.cluster
+        return given.gpus if given else parts.device_of_run(self._ranks(at)) == "cuda"
 
     def _cluster(self, at: At) -> Cluster:
         """The cluster; if there is a knob "bandwidth", links have that, with their own latency."""
-        cluster = self._machine(at)
+        cluster = self._machine(self._ranks(at))
         if "bandwidth" not in at or at["bandwidth"] == self._declared["bandwidth"].start:
             return cluster
         link, inter = (
@@ -379,7 +381,7 @@ class Widget(ipw.VBox):
             run = self._current_run = _Run(self.values)
             run.thread = threading.Thread(target=self._execute, args=(run,), daemon=True)
             self._progress.value, self._progress.max = 0, 1
-            self._enter("running", "starting real processes …")
+            self._enter("running")
             run.thread.start()
         return self
 
@@ -431,23 +433,23 @@ class Widget(ipw.VBox):
 
     def _refresh(self) -> None:
         """Draw the current settings. Never raises: a page would not show a callback's error."""
+        state, failed, outcome = "idle", None, ""
         try:
             self._draw()
+            at = self.values
+            if at.measured is not None:
+                state, outcome = "done", self._outcome(at)
         except Exception as error:
-            if self.state != "running":  # else the error is shown at the run's end
-                self._refuse(error)
-        else:
-            if self.state != "running":
-                self._enter("done" if self.result is not None else "idle")
+            state, failed = "error", error
+        if self.state != "running":  # else this is shown at the run's end
+            self._enter(state, failed, outcome, stale=failed is not None)
 
     def _draw(self) -> None:
-        """Charts, table and the text of the outcome for the current settings."""
+        """Charts and table for the current settings."""
         at = self.values
         self._notes = at.notes
         first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
-        if at.measured is not None:
-            self._outcome_text = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
         self.charts = [self._steadied(first), *others]
         if not self._views.children:
             views = [View(chart, first=i == 0) for i, chart in enumerate(self.charts)]
@@ -489,7 +491,7 @@ class Widget(ipw.VBox):
             self.state = "idle"  # until `_refresh` sets it for the settings, which may be others
             self._refresh()
             if run.error is not None and not self._stale:  # else another reason is shown
-                self._complain(run.error)
+                self._enter("stopped" if isinstance(run.error, Stopped) else "error", run.error)
 
     # ---- what is shown -----------------------------------------------------------------------
     @property
@@ -500,14 +502,15 @@ class Widget(ipw.VBox):
     def _enter(
         self,
         state: str,
-        status: str = "",
         error: BaseException | None = None,
-        trouble: str = "",
+        outcome: str = "",
+        *,
         stale: bool = False,
     ) -> None:
-        """Show a state: its status in a line, and its ``trouble`` as HTML, in place of the notes.
+        """Show a state and its error, as nobody would see the traceback of a thread.
 
-        stale   whether the settings are impossible: the old views stay, greyed
+        outcome  how the run that is done compares with its prediction
+        stale    whether the settings are impossible: the old views stay, greyed
         """
         running, at = state == "running", self.values
         blocked = "" if running or stale else self._blocked(at)
@@ -522,29 +525,32 @@ class Widget(ipw.VBox):
             self._views.add_class(STALE)
         else:
             self._views.remove_class(STALE)
-        notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
-        self._trouble.value = trouble or parts.noted(*notes)
-        if state == "idle":
+        trouble = parts.noted(*(html.escape(_sentence(note)) for note in self._notes))
+        if stale:
+            what = "This combination is impossible"
+            if not isinstance(error, ValueError):
+                what = "The prediction failed"
+            status, trouble = f"{what}: see below. Move a slider.", GREY + parts.impossible(error)
+            self._numbers.value = self._code.value = ""
+        elif state == "error":
+            status = "The run failed: see below. Change a setting and run again."
+            trouble = parts.trouble(error)
+        elif state == "idle":
             hint = f"{blocked}." if blocked else self._hint(at)
-            status = status or f"Move a slider: the prediction follows. {hint}"
-        self._show_status(status or self._outcome_text)
+            status = f"Move a slider: the prediction follows. {hint}"
+        elif state == "stopped":
+            status = _sentence(error)
+        elif running:
+            status = "starting real processes …"
+        else:
+            status = f"Done, {processes(self._ranks(at))}: {outcome}."
+        self._trouble.value = trouble
+        self._show_status(status)
 
     def _show_status(self, text: str) -> None:
         self._status.value = f'<div style="line-height:1.4">{html.escape(text)}</div>'
 
-    def _refuse(self, error: Exception) -> None:
-        """Show why the settings are impossible; nothing can run."""
-        cannot = isinstance(error, ValueError)
-        text = "This combination is impossible" if cannot else "The prediction failed"
-        shown = GREY + (parts.impossible if cannot else parts.trouble)(error)
-        self._enter("error", f"{text}: see below. Move a slider.", error, shown, stale=True)
-        self._numbers.value = self._code.value = ""
 
-    def _complain(self, error: BaseException) -> None:
-        """Show in the widget why a run ended, as nobody would see the traceback of its thread."""
-        if isinstance(error, Stopped):
-            text = str(error)
-            self._enter("stopped", f"{text[:1].upper()}{text[1:]}.", error)
-        else:
-            text = "The run failed: see below. Change a setting and run again."
-            self._enter("error", text, error, parts.trouble(error))
+def _sentence(words: object) -> str:
+    text = str(words)
+    return f"{text[:1].upper()}{text[1:]}."

@@ -21,7 +21,7 @@ from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, in_bytes, only, refusal, slider
+from paralab.view.widget_parts import buttons, in_bytes, refusal, slider
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
@@ -144,10 +144,6 @@ class Alternatives(Widget):
         return f"{text} {in_bytes(float(sent))} ({exact})"
 
 
-USED = ("dp", "zero_stage", "microbatches", "microbatch_size", "precision", "recompute")
-USED += ("bucket_bytes", "prefetch")
-
-
 class Zero(Alternatives):
     """Knobs: stage, devices N, micro-batches m, hidden size, precision, recomputation.
 
@@ -158,12 +154,14 @@ class Zero(Alternatives):
 
     name, steps = "zero", 4
     among, called, axis, each, listed = "stage", STAGES, "dp", "device", (STAGES[0],)
+    used = ("dp", "zero_stage", "microbatches", "microbatch_size", "precision", "recompute")
+    used += ("bucket_bytes", "prefetch")
     model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # ZeRO-3 gathers one block of 8
     plan = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
     board = {
         "stage": buttons("stage", {name: n for n, name in STAGES.items()}, sets="zero_stage"),
-        "ranks": slider("devices N", (1, 2, 3, 4, 8, 16, 64), "{} device", "s", sets="dp"),
-        "microbatches": slider("micro-batches", (1, 2, 3, 4, 8), "{} micro-batch", "es"),
+        "ranks": slider("devices N", (1, 2, 3, 4, 8, 16, 64), "device", sets="dp"),
+        "microbatches": slider("micro-batches", (1, 2, 3, 4, 8), "micro-batch"),
         "hidden": slider("hidden size", (64, 96, 128, 192, 256, 384), "hidden {}"),
         "precision": buttons("precision", PRECISIONS),
         "recompute": buttons("activations", RECOMPUTE),
@@ -173,7 +171,6 @@ class Zero(Alternatives):
         for name, n in (("pp", self.plan.pp), ("tp", self.plan.tp)):
             if n > 1:
                 raise illegal(name, n, "this widget is about data parallelism", "1")
-        self.plan = only(self.plan, *USED)
         super()._check()
 
     def _extra(self, at: At) -> dict[str, str]:
@@ -215,11 +212,11 @@ class Tensor(Alternatives):
         "tokens": slider(
             "tokens",
             (128, 256, 512, 2048, 8192, 32768, 131072),
-            "{:,} tokens",
+            "token",
             start=lambda widget: widget.plan.microbatch_size * widget.model.seq_len,
         ),
         "hidden": slider("hidden size", (64, 128, 256, 512, 2048, 8192, 12288), "hidden {:,}"),
-        "ranks": slider("ranks P", (4, 8, 16, 64), "{} ranks", sets="tp"),
+        "ranks": slider("ranks P", (4, 8, 16, 64), "rank", sets="tp"),
     }
 
     def _check(self) -> None:

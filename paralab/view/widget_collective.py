@@ -38,7 +38,7 @@ class Collective(Widget):
     name, replays = "collective", {"compute": 0.0}
     board = {
         "algorithm": buttons("algorithm", tuple(FORMS), start="ring"),
-        "ranks": slider("ranks", (2, 3, 4, 6, 8), "{} ranks", start=4),
+        "ranks": slider("ranks", (2, 3, 4, 6, 8), "rank", start=4),
         "nbytes": slider("tensor", SIZES, in_bytes, start=200_000),
         "alpha": slider("latency α", LATENCIES, in_seconds, start=1e-4, tip=WAITING),
         "bandwidth": slider("bandwidth", BANDWIDTHS, in_speed, start=10**9),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import html
 import warnings
-from dataclasses import fields
 from typing import Any
 
 from paralab.checks import count_of
@@ -131,14 +130,12 @@ class Explore(Steps):
 
     def _cluster(self, at: At) -> Cluster:
         """The chosen cluster with so many nodes; this machine is always one node."""
-        name, nodes = at["cluster"], at["nodes"]
-        if name not in (HERE, GIVEN):
-            return Cluster.preset(name, nodes=nodes)
-        if name == HERE:
+        if at["cluster"] == HERE:
             return self._here(self._ranks(at))
-        if self.cluster is None or is_local(self.cluster):
-            return self._machine(at)
-        return self.cluster.replace(nodes=nodes)
+        if at["cluster"] != GIVEN:
+            return Cluster.preset(at["cluster"], nodes=at["nodes"])
+        given = self._machine(self._ranks(at))
+        return given if is_local(given) else given.replace(nodes=at["nodes"])
 
     def _depends_on(self, at: At) -> Any:
         """A run on this machine is found again whatever the knob ``nodes`` says."""
@@ -226,9 +223,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "precision": buttons("precision", ("fp32", "bf16", "fp16")),
         "model": Knob(label="model", offers=models, start=GIVEN),
         "cluster": buttons("cluster", clusters, start=GIVEN),
-        "nodes": slider(
-            "nodes", NODES, "{} node", "s", start=nodes, tip="this machine is one node"
-        ),
+        "nodes": slider("nodes", NODES, "node", start=nodes, tip="this machine is one node"),
     }
 
 
@@ -261,17 +256,11 @@ def _boxes_per_rank(report: Tables) -> float:
 
 
 # ---- its line of code ----------------------------------------------------------------------------
-def _changed(described: Any, usual: Any) -> dict[str, Any]:
-    """{field: value} of the fields that differ from those of ``usual``."""
-    values = {field.name: getattr(described, field.name) for field in fields(described)}
-    return {name: value for name, value in values.items() if value != getattr(usual, name)}
-
-
 def _written(value: Any) -> str:
     """A setting as code; a user's function by its name, or "your_own" if it has none."""
     if isinstance(value, Offload):
-        offload = _changed(value, Offload())
-        return repr(offload | ({"bandwidth": value.limits} if value.limits else {}))
+        limits = {"bandwidth": value.limits} if value.limits else {}
+        return repr(value.changed() | limits)
     if isinstance(value, tuple):
         return f"({' '.join(f'{_written(item)},' for item in value)})"
     if callable(value):
@@ -282,7 +271,7 @@ def _written(value: Any) -> str:
 
 def as_code(plan: Plan) -> str:
     """The plan as the code that makes it, with what differs from the default, as HTML."""
-    settings = [f"{name}={_written(value)}" for name, value in _changed(plan, Plan()).items()]
+    settings = [f"{name}={_written(getattr(plan, name))}" for name in plan.changed()]
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
     code = html.escape(f"plan = pl.Plan({', '.join(settings)})")
     return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'

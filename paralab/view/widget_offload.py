@@ -61,11 +61,11 @@ class Offload(Steps):
         # If the cluster states no disk, the slider starts with 1 GB/s.
         "bandwidth": slider("disk", DISKS, in_speed, start=10**9, link=lambda c: c.disk),
         "host": slider("host link", HOSTS, in_speed, link=lambda c: c.host),
-        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "{} sample", "s"),
-        "microbatches": slider("micro-batches", (1, 2, 4, 8), "{} micro-batch", "es"),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "sample"),
+        "microbatches": slider("micro-batches", (1, 2, 4, 8), "micro-batch"),
         "parameters": buttons("parameters", PLACES, start="nvme", tip=EACH),
         "optimizer": buttons("optimizer", PLACES, start="nvme", tip=ONCE),
-        "ranks": slider("devices", (1, 2, 4), "{} device", "s", sets="dp"),
+        "ranks": slider("devices", (1, 2, 4), "device", sets="dp"),
     }
     columns = {
         "time per step": step_time,
@@ -76,7 +76,7 @@ class Offload(Steps):
         super().__init__(model, None, cluster)
 
     def _check(self) -> None:
-        check_cluster(self.plan, self.cluster or self._here(1))
+        check_cluster(self.plan, self._machine(1))
 
     def _plan(self, at: At, **limits: int) -> Plan:
         """The plan; ``limits``: {link: bytes/s} to which a run slows its links down."""
@@ -86,7 +86,7 @@ class Offload(Steps):
 
     def _cluster(self, at: At) -> Cluster:
         """The cluster, with a disk and a host link as fast as the sliders say; latencies stay."""
-        own = self._machine(at)
+        own = self._machine(at["ranks"])
         disk = own.disk or Link(alpha=LATENCY, bandwidth=at["bandwidth"])
         host = own.host.replace(bandwidth=at["host"])
         return own.replace(disk=disk.replace(bandwidth=at["bandwidth"]), host=host)
@@ -96,7 +96,7 @@ class Offload(Steps):
         from paralab.experiment import run
 
         limits = {"disk": round(at["bandwidth"])}
-        if at["host"] < self._machine(at).host.bandwidth:
+        if at["host"] < self._machine(at["ranks"]).host.bandwidth:
             limits["h2d"] = limits["d2h"] = round(at["host"])
         return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
 
@@ -114,7 +114,7 @@ class Offload(Steps):
         text = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
         if "nvme" not in (at["parameters"], at["optimizer"]):
             return f"{text}, which do not use the disk."
-        disk = self._machine(at).disk
+        disk = self._machine(at["ranks"]).disk
         if disk is not None and at["bandwidth"] > disk.bandwidth:
             return f"{text}; the disk stays as slow as it is, {in_speed(disk.bandwidth)}."
         return f"{text}, with the disk limited to {in_speed(at['bandwidth'])}."
@@ -127,10 +127,7 @@ class Offload(Steps):
         """Seconds that a device computes in a step, and the bytes read from files and written."""
         links = link_bytes(at.model, at.plan)
         moved = sum(sum(links[f"disk {way}"].values()) for way in ("read", "write"))
-        work = self._cached(
-            "work", (at.plan, at["host"]), lambda: metrics.shares(at.predicted, 0)["work"]
-        )
-        return work, moved
+        return metrics.shares(at.predicted, 0)["work"], moved
 
     def _seconds(self, at: At) -> dict[float, float]:
         """{each bandwidth of the disk's slider: predicted seconds of a step}. They are kept, so

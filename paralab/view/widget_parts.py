@@ -14,7 +14,7 @@ from paralab.checks import LEGAL, count_of, illegal
 from paralab.instruments.calibrate import device_of_run, memory_bytes
 from paralab.report.amounts import peak
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, Link, Plan
+from paralab.spec import Cluster, Link
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
@@ -32,8 +32,7 @@ class Knob:
     """One setting of a widget.
 
     offers   its values; or {text on the knob: value}, in order
-    says     the text for a value: a function, or a format like "{} rank"
-    plural   the ending that is added to that text for values other than 1
+    says     the text for a value: a function, a format, or the noun of what the value counts
     start    the start value, or a function of the widget that returns it; default: the value in the
              plan or the model
     sets     the field of the plan or the model that it sets; default: that of the knob's own name
@@ -47,7 +46,6 @@ class Knob:
     label: str
     offers: Iterable[Any] | Mapping[str, Any]
     says: str | Callable[[Any], str] = "{}"
-    plural: str = ""
     start: Any = None
     sets: str = ""
     link: Callable[[Cluster], Link | None] | None = None
@@ -77,7 +75,7 @@ class Knob:
     def written(self, n: Any) -> str:
         if callable(self.says):
             return self.says(n)
-        return self.says.format(n) + self.plural * (n != 1)
+        return self.says.format(n) if "{" in self.says else count_of(n, self.says, ",")
 
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
         settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
@@ -90,14 +88,11 @@ class Knob:
     def check(self, name: str, value: Any) -> Any:
         """The knob's option that equals ``value``. Raises ``ValueError`` if there is none."""
         values = [option for _, option in self.options]
-        matches = [
-            o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)
-        ]
-        if not matches:
-            raise illegal(
-                name, value, "the knob does not offer this value", ", ".join(map(str, values))
-            )
-        return matches[0]
+        for option in values:
+            if option == value and isinstance(option, bool) == isinstance(value, bool):
+                return option
+        legal = ", ".join(map(str, values))
+        raise illegal(name, value, "the knob does not offer this value", legal)
 
     def repr(self, value: Any) -> str:
         if isinstance(self.brief, str):
@@ -157,20 +152,12 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
         room = min(room, memory_bytes())  # a cluster need not state its memory
     least = "a smaller model or batch would"
     if need > room // 2:
-        available = in_bytes(room)
-        why = (
-            f"“Run it” would need {in_bytes(need)}, and may take half of this machine's {available}"
-        )
-        return f"{why}: {least} fit"
+        half = f"may take half of this machine's {in_bytes(room)}"
+        return f"“Run it” would need {in_bytes(need)}, and {half}: {least} fit"
     seconds = steps * report.step_time * waits
     if seconds > longest:
         return f"“Run it” would take about {duration(seconds)} here: {least} take less"
     return ""
-
-
-def only(plan: Plan, *names: str) -> Plan:
-    """A plan with only these settings of another plan; all others have their defaults."""
-    return Plan(**{name: getattr(plan, name) for name in names})
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -199,15 +186,11 @@ def counted(chart: Chart, shown: int, ranks: int) -> Chart:
 
 
 # ---- HTML ----------------------------------------------------------------------------------------
-def button(text: str, icon: str, style: str) -> ipw.Button:
-    return ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
-
-
-def grid(least: str, gap: str, width: str) -> ipw.GridBox:
-    """An empty grid with as many columns of at least this width as the page has room for."""
+def grid(children: Sequence[ipw.Widget], least: str, gap: str, width: str) -> ipw.GridBox:
+    """A grid with as many columns of at least the width ``least`` as the page has room for."""
     columns = f"repeat(auto-fit, minmax({least}, 1fr))"
     layout = {"grid_gap": gap, "max_width": width, "grid_template_columns": columns}
-    return ipw.GridBox(layout=layout)
+    return ipw.GridBox(children, layout=layout)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

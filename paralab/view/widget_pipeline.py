@@ -42,15 +42,12 @@ class Pipeline(Widget):
     plan = Plan(pp=4, microbatches=8)
     board = {
         "schedule": buttons("schedule", tuple(SCHEDULES)),
-        "pp": slider("ranks p", (2, 3, 4, 6, 8), "{} ranks"),
-        "microbatches": slider(
-            "micro-batches", (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "{} micro-batch", "es"
-        ),
+        "pp": slider("ranks p", (2, 3, 4, 6, 8), "rank"),
+        "microbatches": slider("micro-batches", (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "micro-batch"),
         "virtual_stages": slider(
             "chunks v",
             (1, 2, 3),
-            "{} chunk",
-            "s",
+            "chunk",
             start=lambda widget: max(2, widget.plan.virtual_stages),
             tip="only the interleaved schedule has several chunks per rank",
         ),

@@ -17,7 +17,7 @@ from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
 from paralab.view.timeline import gap, timeline, timelines
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, clock_name, counted, in_bytes, links_of, only, slider
+from paralab.view.widget_parts import buttons, clock_name, counted, in_bytes, links_of, slider
 
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)
@@ -74,7 +74,7 @@ class Steps(Widget):
             plan.validate(self.model)
         except ValueError:
             return False
-        return plan.world_size <= (self.cluster or self._here(plan.world_size)).num_devices
+        return plan.world_size <= self._machine(plan.world_size).num_devices
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
@@ -95,28 +95,26 @@ class Steps(Widget):
         return f"the predicted step time {word} the replayed one"
 
 
-USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")
-
-
 class DataParallel(Steps):
     """Knobs: ranks, form of gradient sync, bucket size, micro-batch size, link speed.
 
     model    what is trained; default: the "laptop" preset
-    plan     where the sliders start; only the settings in `USED` are used
+    plan     where the sliders start; only the settings in `used` are used
     cluster  what is predicted and replayed on; default: this machine
     """
 
     name = "data_parallel"
     plan = Plan(dp=4, bucket_bytes=200_000)
+    used = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")
     buckets = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 kB to 10 MB
     board = {
-        "ranks": slider("ranks", (1, 2, 3, 4, 6, 8), "{} rank", "s", sets="dp"),
+        "ranks": slider("ranks", (1, 2, 3, 4, 6, 8), "rank", sets="dp"),
         "grad_sync": buttons("gradient sync", FORMS),
         "bucket_bytes": slider(
             "bucket size", buckets, in_bytes, tip="gradients are sent in flat buckets of this size"
         ),
         "bandwidth": SPEED,
-        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16), "{} sample", "s"),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16), "sample"),
     }
     columns = {
         "time per step": step_time,
@@ -127,7 +125,6 @@ class DataParallel(Steps):
     }
 
     def _check(self) -> None:
-        self.plan = only(self.plan, *USED)
         super()._check()
         if self.plan.grad_sync not in FORMS:
             self.plan = self.plan.replace(grad_sync="overlapped")
@@ -148,14 +145,14 @@ class Tensor1D(Steps):
     model = ModelSpec(layers=2, hidden=128, heads=8, seq_len=64)
     plan = Plan(tp=4, microbatch_size=4)
     board = {
-        "ranks": slider("ranks t", (1, 2, 4, 8), "{} rank", "s", sets="tp"),
+        "ranks": slider("ranks t", (1, 2, 4, 8), "rank", sets="tp"),
         "sequence": buttons(
             "residual",
             RESIDUAL,
             start=lambda widget: "parts" if widget.plan.sequence_parallel else "whole",
             tip="norms, dropout and residual sums: all on every rank, or 1/t on each",
         ),
-        "microbatch_size": slider("micro-batch", (1, 2, 4, 8), "{} sample", "s"),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8), "sample"),
         "bandwidth": SPEED,
     }
     columns = {
