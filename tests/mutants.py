@@ -419,7 +419,7 @@ MUTANTS = {
     "weight halves overwrite each other": wrong("zero bubble", FLAT, "view.addmm_(a, b)",
         "torch.mm(a, b, out=view)"),
     "a send in front of what it sends": Mutant("pipeline", LOWERING,
-        "np.where(sends, action + 1, preferred)", "np.where(sends, action, preferred)",
+        "np.where(sends, action + 1, ", "np.where(sends, action, ",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant("pipeline", LOWERING,
         "order.kind[source] != F, ready))", "ready, order.kind[source] != F))",

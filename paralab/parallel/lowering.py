@@ -14,12 +14,11 @@ global order is that in which the results are ready if F, I and W take 1, B 2 an
 (without the 1/8 a rank's incoming and outgoing messages would often tie). Ties: activations before
 gradients, then the lower stage.
 
-A receive is posted ``ahead`` actions before the action that needs it, as far as the global order
-allows, so that the message travels while the rank computes. One is enough unless a message takes
-longer than an action; each costs a buffer. When two neighbours swap an activation and a gradient at
-the same moment, only one of the two messages can be hidden in this way. As one exchange, which NCCL
-needs where nothing else sets an order, neither could be hidden: the exchange would start only when
-both ranks have computed.
+A receive is posted one action before the action that needs it, as far as the global order allows,
+so that the message travels while the rank computes; each action more would cost a buffer. When two
+neighbours swap an activation and a gradient at the same moment, only one of the two messages can be
+hidden in this way. As one exchange, which NCCL needs where nothing else sets an order, neither
+could be hidden: the exchange would start only when both ranks have computed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paralab.checks import whole
 from paralab.parallel.schedules import Action
 from paralab.theory.order import B, F, Order
 from paralab.theory.schedule_check import checked, timed
@@ -69,19 +67,16 @@ Step = Action | Transfer
 
 
 def lower(
-    schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1, only: int | None = None
+    schedule: Sequence[Sequence[Action | str]], *, only: int | None = None
 ) -> list[list[Step]]:
     """Per rank its actions and the transfers that they need, in order.
 
-    ahead  how many actions before the one that needs it a receive is posted; earlier where the
-           global order puts it before a send, because results are sent as soon as they are ready
-    only   the one rank whose list is built; the other lists stay empty
+    only  the one rank whose list is built; the other lists stay empty
 
     Raises ScheduleError, a ValueError, if the schedule is not valid.
     """
-    ahead = whole("ahead", ahead, at_least=0)
     schedule, order = checked(schedule)
-    arrays = lowered(order, ahead)
+    arrays = lowered(order)
     lists: list[list[Step]] = [[] for _ in schedule]
     for r in range(len(schedule)) if only is None else [only]:
         own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
@@ -109,7 +104,7 @@ class Lowered(NamedTuple):
     peer: np.ndarray
 
 
-def lowered(order: Order, ahead: int = 1) -> Lowered:
+def lowered(order: Order) -> Lowered:
     """`lower` as arrays: 0.1 s for 64 ranks and 512 micro-batches."""
     messages = np.stack(global_order(order), 1)  # (messages, 2): the actions at a message's ends
     partner = messages[:, ::-1].ravel()
@@ -118,11 +113,11 @@ def lowered(order: Order, ahead: int = 1) -> Lowered:
     action, partner, forward = action[by_rank], partner[by_rank], forward[by_rank]
     sends, rank = by_rank % 2 == 0, order.rank[action]  # the first end is the send
     # How many actions precede each transfer. ``preferred``: a send stands right behind its action,
-    # a receive ``ahead`` actions before its own. ``latest``: no preceding action may need the
+    # a receive one action before its own. ``latest``: no preceding action may need the
     # message of this or a later receive, or follow the action of this or a later send. Actions are
     # numbered through all ranks, so that running minima and maxima do not mix two ranks.
-    preferred = np.maximum(action - min(ahead, len(order.rank)), order.first[rank])
-    preferred, latest = np.where(sends, action + 1, preferred), action + sends
+    preferred = np.where(sends, action + 1, np.maximum(action - 1, order.first[rank]))
+    latest = action + sends
     latest = np.minimum.accumulate(latest[::-1])[::-1]
     at = np.maximum.accumulate(np.minimum(preferred, latest)) + np.arange(len(action))
 
