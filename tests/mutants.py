@@ -273,7 +273,7 @@ MUTANTS = {
         "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
         "pending_adds, seen = completed(code), [], set()", check="that it writes is never read"),
     "ZeRO-3: what forward gathered is kept for backward": Mutant("frozen ZeRO-3", COMPILE,
-        "action = back, ins.mb, stage_of[ins.at[0]]", "action = ins.mb, stage_of[ins.at[0]]",
+        "(back, ins.mb, stage_of[ins.at[0]])", "(ins.mb, stage_of[ins.at[0]])",
         frozen="param_gather"),
     "HSDP: a share is not summed over the replicas": wrong("HSDP", ZERO, "for v in shards",
         "for v in shards[1:]", check="never summed over the ranks that keep the same shard"),

@@ -232,8 +232,7 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     """The saved input of a recomputed block is copied out while the block computes forward, and
     fetched while the block after it computes backward. One copy out is in flight at a time.
 
-    run  key of the backwards that follow each other, within which inputs are fetched ahead: an
-         action of the schedule; in a relay all backwards have one key
+    run  as for `zero.zero3`: inputs are fetched ahead within a run
     """
     new_code: Code = []
     in_flight: list[Instr] = []
