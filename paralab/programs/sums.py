@@ -95,7 +95,6 @@ class Sums:
                     self.whole.setdefault(v[1], Counter())[v[1], ins.at, ins.mb] += 1
         # Wrong contents; raised last, since an unread gradient may be the better explanation.
         self.wrong_contents: ValueError | None = None
-        self.added_at: dict[int, int] = {}  # unit -> position of the latest addition so far
         self.unread: dict[Value, int] = {}  # gradient -> position where it was written
         self.updated: Counter[int] = Counter()
         self.stale: dict[int, int] = {}  # unit -> position where each rank updated a shard of it
@@ -105,7 +104,7 @@ class Sums:
         for position, ins in enumerate(self.code):
             if ins.op != WAIT:
                 self._follow(position, ins)
-        for unit in self.added_at:
+        for unit in self.last:
             if self.updated[unit] != 1:
                 why = f"{self.parameters(unit)} is updated {self.updated[unit]} times"
                 raise self.refuse(len(self.code), why, "one UPDATE of each unit with a gradient")
@@ -164,7 +163,7 @@ class Sums:
         if not is_gradient(v):
             why = f"{self.names.value(v)} is a partial sum: it is not summed {over_ranks}"
             raise self.refuse(position, why, f"{call} before this position")
-        at = self.added_at[v[1]]
+        at = self.last[v[1]]
         why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so "
         last = self.names.instruction(self.code[at])
         legal = f"{call} after position {at}, {last!r}, which adds to it last"
@@ -211,7 +210,6 @@ class Sums:
             self.partial[v] = after_compute(self.program.model, ins, v)
             return
         unit = v[1]
-        self.added_at[unit] = position
         self.contents.setdefault(v, Counter())[unit, ins.at, ins.mb] += 1
         at_first = self.partial_at_first[unit]
         if self.partial.setdefault(v, at_first) != at_first:
