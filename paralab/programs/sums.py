@@ -38,7 +38,6 @@ from paralab.programs.instructions import (
     RESCALE,
     UPDATE,
     WAIT,
-    Code,
     Instr,
     Value,
     sums_shared,
@@ -66,7 +65,8 @@ class Refusal:
     """
 
     def __init__(self, program: Program, pp: int) -> None:
-        self.names, self.code = Names(program, pp), program.codes[pp]
+        self.program, self.pp, self.code = program, pp, program.codes[pp]
+        self.names = Names(program, pp)
         self.of = f" of pipeline rank {pp}" * (program.plan.pp > 1)
 
     def __call__(self, position: int, why: str, legal: str) -> ValueError:
@@ -80,15 +80,15 @@ class Refusal:
 class Sums:
     """The check of one pipeline rank's list."""
 
-    def __init__(self, program: Program, pp: int, code: Code, refuse: Refusal) -> None:
-        self.program, self.pp, self.code, self.refuse = program, pp, code, refuse
+    def __init__(self, refuse: Refusal) -> None:
+        self.refuse, self.program, self.code = refuse, refuse.program, refuse.code
         self.names, self.parameters = refuse.names, refuse.names.parameters
-        self.partial_at_first = after_backward(program, pp)
+        self.partial_at_first = after_backward(refuse.program, refuse.pp)
         self.partial: dict[Value, frozenset[Axis]] = {}  # axes over which each value is partial now
         self.contents: dict[Value, Counter[Added]] = {}  # what backward has added, and how often
         self.whole: dict[int, Counter[Added]] = {}  # unit -> all that its gradient has to contain
         self.last: dict[int, int] = {}  # unit -> position of the last addition to its gradient
-        for position, ins in enumerate(code):
+        for position, ins in enumerate(self.code):
             for v in ins.writes if ins.op in ADDS_GRADIENTS else ():
                 if v[0] == "grad":
                     self.last[v[1]] = position
