@@ -468,7 +468,7 @@ MUTANTS = {
     "relay: masks of the first micro-batch": wrong("relay", RUN,
         "env.sample = self.first_sample + k", "env.sample = self.first_sample"),
     "relay: what the head uses leaves before embedding's backward": Mutant("frozen relay", COMPILE,
-        "second_visit = back and unit not in stays", "second_visit = back", frozen="param_gather"),
+        "units_of_head(program, rank) if plan.relays", "() if plan.relays", frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant("data parallel", *NO_WAIT,
         check="reads grad bucket 0, which a call in flight uses", late=GRADIENTS),
@@ -493,6 +493,6 @@ MUTANTS = {
     "freed behind the first use": Mutant("pipeline", DERIVE,
         "last_use |= dict.fromkeys(used, position)",
         "last_use = dict.fromkeys(used, position) | last_use",
-        check="reads x blocks.0, which was freed"),
+        check="reads x blocks.0, which no instruction has written"),
 }
 # fmt: on
