@@ -4,9 +4,12 @@ from itertools import product
 
 import pytest
 
-from lowered import check_lowered
-from paralab.parallel.lowering import Transfer, lower
+import paralab as pl
+from lowered import Transfer, check_lowered, lower
+from paralab.model.build import build
 from paralab.parallel.schedules import SCHEDULES, Action, gpipe, interleaved, one_f_one_b, parse
+from paralab.programs.instructions import ACTIONS, COMPUTE
+from paralab.programs.skeleton import skeleton
 
 
 def text(lists):
@@ -44,12 +47,20 @@ def test_two_ranks_by_hand():
     ]
 
 
-def test_the_lists_without_transfers_are_the_schedule_and_one_ranks_alone_is_that_among_all():
+def test_the_lists_without_transfers_are_the_schedule():
+    """As lists of steps, and as the instructions of a program, where a rank may be alone."""
     for schedule in SOME:
         lists = lower(schedule)
         assert [[s for s in row if isinstance(s, Action)] for row in lists] == schedule
+    for schedule in ("1f1b", "zb-h1", "interleaved"):
+        stages = 2 if schedule == "interleaved" else 1
+        plan = pl.Plan(pp=2, microbatches=4, schedule=schedule, virtual_stages=stages)
+        model = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=8, vocab=64)
+        lists = skeleton(model, plan, ops := build(model, plan))
         for rank, row in enumerate(lists):
-            alone = lower(schedule, only=rank)
+            actions = [ACTIONS[action.kind] for action in plan.actions()[rank]]
+            assert [ins.op for ins in row if ins.op in COMPUTE] == actions
+            alone = skeleton(model, plan, ops, only=rank)
             assert alone[rank] == row and not any(alone[:rank] + alone[rank + 1 :])
 
 

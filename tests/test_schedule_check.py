@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowered import check_lowered
-from paralab.parallel.lowering import lower
+from lowered import check_lowered, lower
 from paralab.parallel.schedules import SCHEDULES, Action, build, gpipe, one_f_one_b
 from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import ScheduleError, validate

@@ -1,6 +1,6 @@
 """Lowering a schedule: where each rank sends and receives between its actions. Torch-free.
 
-A schedule says only what is computed (parallel/schedules.py). `lower` adds a send after every
+A schedule says only what is computed (parallel/schedules.py). `lowered` adds a send after every
 action whose result another rank needs, and a receive before the action that needs it. Stages of one
 rank exchange no messages. One rule makes the lists safe:
 
@@ -23,69 +23,16 @@ could be hidden: the exchange would start only when both ranks have computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from paralab.parallel.schedules import Action
 from paralab.theory.order import B, F, Order
-from paralab.theory.schedule_check import checked, timed
+from paralab.theory.schedule_check import timed
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # durations of F, B, I, W: the matrix products of a linear layer
 MESSAGE = 0.125
 SEND, RECV = 4, 5  # kinds of steps, after the four kinds of actions in theory.order.CODE
-ENDS = {SEND: "send", RECV: "recv"}
-
-
-class Transfer(NamedTuple):
-    """One end of a message: ``str`` is "1RECV_F0", stage 1 receives micro-batch 0's activations.
-
-    kind        "send" or "recv"
-    what        "F": activations, to the next stage; "B": their gradient, to the stage before
-    stage       this rank's stage, from which it is sent or which receives it
-    microbatch  0 .. m-1
-    peer        pipeline rank at the other end
-    """
-
-    kind: str
-    what: str
-    stage: int
-    microbatch: int
-    peer: int
-
-    @property
-    def other_stage(self) -> int:
-        to_next = (self.what == "F") == (self.kind == "send")
-        return self.stage + 1 if to_next else self.stage - 1
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind.upper()}_{self.what}{self.microbatch}"
-
-
-Step = Action | Transfer
-
-
-def lower(
-    schedule: Sequence[Sequence[Action | str]], *, only: int | None = None
-) -> list[list[Step]]:
-    """Per rank its actions and the transfers that they need, in order.
-
-    only  the one rank whose list is built; the other lists stay empty
-
-    Raises ScheduleError, a ValueError, if the schedule is not valid.
-    """
-    schedule, order = checked(schedule)
-    arrays = lowered(order)
-    lists: list[list[Step]] = [[] for _ in schedule]
-    for r in range(len(schedule)) if only is None else [only]:
-        own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
-        own_columns = (column[own_steps].tolist() for column in arrays[1:])
-        lists[r] += (
-            Transfer(ENDS[kind], "FB"[what], stage, k, peer) if kind in ENDS else next(actions)
-            for kind, what, stage, k, peer in zip(*own_columns, strict=True)
-        )
-    return lists
 
 
 class Lowered(NamedTuple):
@@ -93,7 +40,10 @@ class Lowered(NamedTuple):
 
     first  index of each rank's first step; the last entry is n                     (ranks + 1,)
     kind   of an action as in theory.order.CODE, of a transfer SEND or RECV                 (n,)
-    what, stage, microbatch, peer  the fields of `Transfer`, ``what`` being F or B          (n,)
+    what   of a transfer F: activations, to the next stage; or B: their gradient, to the stage
+           before                                                                           (n,)
+    stage, microbatch  of an action; of a transfer this rank's stage, which sends or receives it
+    peer   of a transfer the pipeline rank at the other end                                 (n,)
     """
 
     first: np.ndarray
@@ -105,7 +55,7 @@ class Lowered(NamedTuple):
 
 
 def lowered(order: Order) -> Lowered:
-    """`lower` as arrays: 0.1 s for 64 ranks and 512 micro-batches."""
+    """The schedule with its transfers; 0.1 s for 64 ranks and 512 micro-batches."""
     messages = np.stack(global_order(order), 1)  # (messages, 2): the actions at a message's ends
     partner = messages[:, ::-1].ravel()
     action, forward = messages.ravel(), np.repeat(order.kind[messages[:, 0]] == F, 2)
