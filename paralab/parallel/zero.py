@@ -77,9 +77,8 @@ def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
 
 def zero2(code: Code, *, alone: bool = False) -> Code:
     """A unit's gradient is reduced after each micro-batch, and this rank accumulates its shard. At
-    most one reduce-scatter is in flight: its result is added before the next one starts.
-
-    alone  states are not sharded (one rank per group): the gradient itself is added
+    most one reduce-scatter is in flight: its result is added before the next one starts. ``alone``
+    as in `zero1`.
     """
     new_code: Code = []
     completed_at, pending_adds, seen = completed(code, per_microbatch=True), [], set()
