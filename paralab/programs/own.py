@@ -141,18 +141,16 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     if ins.op == WAIT and not ins.reads:
         return "waits for nothing", "wait(call)"
     counts = len(ins.reads), len(ins.writes)
-    shared = sums_shared(ins)
-    if shared and ins.at not in program.shared(pp, None):
-        legal = ", ".join(map(str, program.shared(pp, None))) or "none in this plan"
-        return f"has at={ins.at!r}, over which ranks share no gradients", f"at of these: {legal}"
+    shared, shares = sums_shared(ins), program.shared(pp, None)
     if shared:  # one message; ranks and predictions look its contents up by axis and phase
+        if ins.at not in shares:
+            legal = "at of these: " + (", ".join(map(str, shares)) or "none in this plan")
+            return f"has at={ins.at!r}, over which ranks share no gradients", legal
         kind = "gshard" if plan.zero_stage else "grad"
-        expected = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
+        expected = {(kind, share.unit, 0) for share in shares[ins.at]}
         if set(ins.reads) != expected:
-            return (
-                f"does not sum all gradients that the ranks of {ins.lane!r} share",
-                f"one sum of all {len(expected)}, in place",
-            )
+            why = f"does not sum all gradients that the ranks of {ins.lane!r} share"
+            return why, f"one sum of all {len(expected)}, in place"
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
         fits = counts[0] == 1  # what a tp rank gathers may be saved for backward too

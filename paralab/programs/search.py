@@ -87,11 +87,9 @@ def plan_search(
                   recomputation, and offload where the cluster states its links. Other fields keep
                   their defaults in `Plan`; so precision is fp32
 
-    Estimates rank plans as the simulation does (rank correlation 0.97 and more in
-    tests/test_search.py). Time and memory of the simulated plans are those of `pl.predict`; any
-    other plan fits if its estimate leaves a tenth to spare. Returns a `Search`, whose ``best`` is a
-    `Plan`. Raises ValueError if no plan is legal or none fits, then with the smallest memory that a
-    plan needs and what would help.
+    Time and memory of the simulated plans are those of `pl.predict`, and estimates rank plans as
+    these do (rank correlation 0.97 and more in tests/test_search.py). Raises ValueError if no plan
+    is legal or none fits, then with the smallest memory that a plan needs and what would help.
     """
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)
@@ -187,7 +185,8 @@ class Search:
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
         first = order[: most or max(3 * top, NEAR)].tolist()
-        slow = {at for at in first if self._is_slow(self.plans[at])}
+        rows = {at: rows_of_a_pipeline(self.model, self.plans[at]) for at in first}
+        slow = {at for at in first if rows[at] > LARGE and not folds(self.plans[at])}
         for at in sorted(first, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
                 return
@@ -199,9 +198,6 @@ class Search:
             self.fits[at] = self.memory[at] <= self.memory_limit
             if self.fits[at]:
                 fitting, fastest = fitting + 1, min(fastest, self.simulated[at])
-
-    def _is_slow(self, plan: Plan) -> bool:
-        return not folds(plan) and rows_of_a_pipeline(self.model, plan) > LARGE
 
     @property
     def devices(self) -> int:

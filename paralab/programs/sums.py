@@ -140,7 +140,9 @@ class Sums:
             if is_gradient(v):  # otherwise it reads "host.norm"
                 self._require_contents(position, v, v[1])
         if ins.op == NORM and not ins.lane:  # on the lane "host" it is the norm of one unit
-            self._require_all_units(position, ins)
+            if missing := self.last.keys() - {v[1] for v in ins.reads}:
+                why = f"does not read the gradient of {self.parameters(min(missing))}"
+                raise self.refuse(position, why, "one NORM of all gradients")
             self.partial[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
@@ -164,10 +166,14 @@ class Sums:
             why = f"{self.names.value(v)} is a partial sum: it is not summed {over_ranks}"
             raise self.refuse(position, why, f"{call} before this position")
         at = self.last[v[1]]
-        why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so "
+        # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
+        own = "tokens" if lane.startswith("tp") else "samples"
+        then = f"every rank would train on its own {own} only"
+        then = "its two copies would become different" if lane == "ends" else then
+        why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so {then}"
         last = self.names.instruction(self.code[at])
         legal = f"{call} after position {at}, {last!r}, which adds to it last"
-        raise self.refuse(position, why + _without(lane), legal)
+        raise self.refuse(position, why, legal)
 
     def _require_contents(self, position: int, v: Value, unit: int) -> None:
         """``v`` has to be the unit's gradient, with the summand of each micro-batch once."""
@@ -187,13 +193,6 @@ class Sums:
         self.wrong_contents = self.refuse(
             position, f"{why}{contents[wrong]} times", legal + "of parts without overlap"
         )
-
-    def _require_all_units(self, position: int, ins: Instr) -> None:
-        """The norm has to be that of all gradients."""
-        missing = self.whole.keys() - {v[1] for v in ins.reads}
-        if missing:
-            why = f"does not read the gradient of {self.parameters(min(missing))}"
-            raise self.refuse(position, why, "one NORM of all gradients")
 
     def _require_norm(self, position: int, ins: Instr) -> None:
         """An update has to read the norm if gradients are clipped or scaled."""
@@ -283,16 +282,6 @@ def after_compute(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
 def is_gradient(v: Value) -> bool:
     """Whether a value is a gradient or a shard of one, on any tier."""
     return v[0].rpartition(".")[2] in GRADIENTS
-
-
-def _without(lane: str) -> str:
-    """The consequence of never summing a gradient over this axis."""
-    if lane == "ends":
-        return "its two copies would become different"
-    # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
-    return (
-        f"every rank would train on its own {'tokens' if lane.startswith('tp') else 'samples'} only"
-    )
 
 
 def _lane(axis: Axis) -> str:
