@@ -196,7 +196,6 @@ OFFLOADED = "paralab.interpret.offloaded"
 DERIVE = "paralab.programs.derive"
 COMPILE = "paralab.programs.compile"
 PROGRAM = "paralab.programs.program"
-SKELETON = "paralab.programs.skeleton"
 INSTRUCTIONS = "paralab.programs.instructions"
 LOWERING = "paralab.parallel.lowering"
 LAYOUTS = "paralab.parallel.layouts"
@@ -409,7 +408,7 @@ MUTANTS = {
     "half the gradient is sent on": wrong("pipeline", RUN, 'store["g", i, k] = grads',
         'store["g", i, k] = tuple(0.5 * g for g in grads)'),
     "a tied copy of its own": wrong("pipeline", DRAWS, "name = TIED[0]", "pass"),
-    "messages of neighbouring micro-batches are swapped": Mutant("pipeline", SKELETON,
+    "messages of neighbouring micro-batches are swapped": Mutant("pipeline", INSTRUCTIONS,
         "else ((), (v,))", "else ((), ((*v[:2], v[2] ^ 1),))",
         check="reads g blocks.1, which no instruction has written"),
     "weight halves of all micro-batches at once": Mutant("zero bubble", INSTRUCTIONS,
@@ -423,7 +422,7 @@ MUTANTS = {
     "messages in another order than results": Mutant("pipeline", LOWERING,
         "order.kind[source] != F, ready))", "ready, order.kind[source] != F))",
         check="reads x blocks.1, which no instruction has written"),
-    "the stage's other end is sent": Mutant("pipeline", SKELETON, "== (op == SEND)",
+    "the stage's other end is sent": Mutant("pipeline", INSTRUCTIONS, "== (op == SEND)",
         "!= (op == SEND)", check="reads x embedding, which no instruction has written"),
     # ---- other memory
     "host: a later micro-batch in the place of an earlier": wrong("gradients on the host", WORKERS,

@@ -37,9 +37,10 @@ from paralab.programs.instructions import (
     Code,
     Instr,
     compute,
+    message,
 )
 from paralab.programs.program import Program
-from paralab.programs.skeleton import message, stage_parts
+from paralab.programs.skeleton import stage_parts
 from paralab.spec import Plan
 from paralab.theory.order import CODE
 

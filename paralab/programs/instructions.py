@@ -153,6 +153,15 @@ def compute(
     return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())
 
 
+def message(op: str, state: str, stage: Range, k: int, peer: int) -> Instr:
+    """The SEND or RECEIVE of a state, "x" or its gradient "g", at the border of a stage with ops
+    (i, j). peer: pipeline rank at the other end.
+    """
+    v = (state, stage[(state == "x") == (op == SEND)], k)
+    reads, writes = ((v,), (("sent", v[:2], k),)) if op == SEND else ((), (v,))
+    return Instr(op, v[1], k, -1, reads, writes, "pp", peer, "activations")
+
+
 def keeps(ins: Instr) -> bool:
     """Whether a FORWARD or a RECOMPUTE saves anything for backward."""
     return any(v[0] == "saved" for v in ins.writes)

@@ -9,16 +9,7 @@ from __future__ import annotations
 from paralab.model.build import Model
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import relay
-from paralab.programs.instructions import (
-    ACTIONS,
-    MESSAGES,
-    RECEIVE,
-    SEND,
-    Code,
-    Instr,
-    Range,
-    compute,
-)
+from paralab.programs.instructions import ACTIONS, MESSAGES, RECEIVE, SEND, Code, compute, message
 from paralab.spec import ModelSpec, Plan
 
 
@@ -59,12 +50,3 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
             else:
                 codes[r].append(compute(op, *stages[s], k, n))
     return codes
-
-
-def message(op: str, state: str, stage: Range, k: int, peer: int) -> Instr:
-    """The SEND or RECEIVE of a state, "x" or its gradient "g", at the border of a stage with ops
-    (i, j). peer: pipeline rank at the other end.
-    """
-    v = (state, stage[(state == "x") == (op == SEND)], k)
-    reads, writes = ((v,), (("sent", v[:2], k),)) if op == SEND else ((), (v,))
-    return Instr(op, v[1], k, -1, reads, writes, "pp", peer, "activations")
