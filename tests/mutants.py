@@ -491,6 +491,6 @@ MUTANTS = {
     "freed behind the first use": Mutant("pipeline", DERIVE,
         "last_use |= dict.fromkeys(used, position)",
         "last_use = dict.fromkeys(used, position) | last_use",
-        check="reads x blocks.0, which no instruction has written"),
+        check="reads x blocks.0, which was freed"),
 }
 # fmt: on

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import paralab as pl
-from lifetimes import check_all
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.derive import derived
 from paralab.programs.instructions import (
@@ -57,7 +57,7 @@ def with_code(program: Program, pp: int, code: Code) -> Program:
 
 def refused(program: Program, pp: int, code: Code) -> str:
     with pytest.raises(ValueError, match="; legal: ") as found:
-        check_all(with_code(program, pp, code))
+        check(with_code(program, pp, code))
     return str(found.value)
 
 
@@ -77,7 +77,7 @@ def test_every_instruction_left_out_is_missed(name):
     """
     program = program_of(PLANS[name], final=False)
     lists = [derived(code) for code in program.codes]
-    check_all(dataclasses.replace(program, codes=lists))
+    check(dataclasses.replace(program, codes=lists))
     for pp, code in enumerate(program.codes):
         for position, ins in enumerate(code):
             if ins.op not in (WAIT, RESCALE):

@@ -9,12 +9,12 @@ import pytest
 
 import oracles
 import paralab as pl
-from lifetimes import check_all
 from paralab.interpret.memory import memory
 from paralab.interpret.predict import predict
 from paralab.interpret.time import time
 from paralab.interpret.traffic import rows
 from paralab.parallel.layouts import kind_of
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import WAIT
 from paralab.programs.program import Program
@@ -152,7 +152,7 @@ def test_every_frozen_plan_holds_and_sends_copies_keeps_and_takes_what_it_did_be
     for one in frozen:
         clips = one.clip_norm is not None
         program = compiled(one.model, one.plan, optimizer=one.optimizer, clips=clips)
-        check_all(program)
+        check(program)
         calls = (row for row in rows(program, 0) if row.op != "recv" and len(row.ranks) > 1)
         more = sum(links.messages(row.op, len(row.ranks)) - 1 for row in calls)
         longest = 1.1 * one.step_time + more * oracles.MACHINE.inter.alpha

@@ -14,8 +14,8 @@ import pytest
 
 import paralab as pl
 from equality import assert_equal_state
-from lifetimes import check_all
 from mutants import CASES, FROZEN, MUTANTS, applied
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from test_interpret_traffic import sent
 from tests.oracles import load
@@ -50,7 +50,7 @@ def test_there_are_mutants_of_every_part_of_the_core():
 def checked(case: str) -> None:
     how, (model, plan) = CASES[case], of_case(case)
     clips = how.clip_norm is not None
-    check_all(compiled(model, plan, optimizer=how.optimizer, clips=clips))
+    check(compiled(model, plan, optimizer=how.optimizer, clips=clips))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -76,16 +76,6 @@ def test_data_parallelism_as_a_pass_is_the_built_in_form_instruction_by_instruct
     assert mine.codes == built_in.codes
 
 
-def test_what_a_pass_says_of_frees_is_dropped():
-    """They are derived from its list, so that it cannot free what a call still uses."""
-
-    def frees(program):
-        return program.replace(ins._replace(frees=ins.reads) for ins in my_sync(program).code)
-
-    mine, plain = (compiled(SPEC, pl.Plan(**LEFT, dp=2, passes=(f,))) for f in (frees, my_sync))
-    assert mine.codes == plain.codes
-
-
 def fused(program):
     """Each unit is updated as soon as its gradient is summed, inside backward."""
     updates = {ins.unit: ins for ins in program.code if ins.op == UPDATE}

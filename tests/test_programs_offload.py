@@ -21,12 +21,12 @@ import torch
 
 import paralab as pl
 from equality import assert_equal_state, worst
-from lifetimes import check_all
 from paralab.experiment import checked
 from paralab.interpret.memory import memory
 from paralab.interpret.state import Optimizer
 from paralab.interpret.train import train
 from paralab.launch import launch_program
+from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, UPDATE, WORKERS
 from paralab.programs.tiers import moved
@@ -192,7 +192,7 @@ def held_by(program, pp: int) -> dict[tuple[str, str], int]:
 def test_a_run_copies_what_the_program_says_in_its_order_and_holds_as_much(trained, one):
     report, clips = trained[with_adamw(one)], "clip_norm" in one.settings
     program = compiled(one.model, one.plan, optimizer="adamw", clips=clips)
-    check_all(program)
+    check(program)
     for rank in range(one.plan.world_size):
         pp, table = one.plan.place(rank).pp, report.copies[report.copies["rank"] == rank]
         for _, step in table.groupby("step"):
@@ -307,7 +307,7 @@ def test_a_delayed_update_is_one_update_late_and_nothing_else(late, expected_lat
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_rank_waits_in_a_step_for_an_update_that_runs_next_to_the_following_step(precision):
     program = compiled(MODEL, pl.Plan(zero_stage=2, offload=LATE, precision=precision))
-    check_all(program)
+    check(program)
     code = program.codes[0]
     updates = {ins.writes for ins in code if ins.op == UPDATE}
     assert updates and not [ins for ins in code if ins.op == "WAIT" and ins.reads in updates]

@@ -3,7 +3,9 @@
     schedule   the compute instructions of a list are those of the schedule, in the same order: each
                action runs every op of its stage once, and backward writes the gradients of the
                parameters of its ops
-    values     no value is read before it is written, or written again while it is needed
+    lifetimes  no value is read before it is written, nor freed or overwritten while a call in
+               flight uses it; every value is freed once, unless it lasts from step to step; and
+               every call is waited for
     sums       every gradient is summed over each axis that it is partial over, once, before an
                UPDATE or a NORM reads it (sums.py)
     order      the calls of the pipeline ranks match even if each call blocks its ranks until it is
@@ -11,7 +13,6 @@
                has the same rule for a schedule). Data-parallel and tensor-parallel ranks share one
                list, so their calls match anyway
 
-Waits and frees are derived from the list, so that they need no check (tests/lifetimes.py has it).
 `check` raises ``ValueError`` with the parameters, the axis, the instruction and its position in the
 printed program. compile.py calls it for programs with a pass or a schedule of the user's own.
 """
@@ -34,9 +35,11 @@ from paralab.programs.instructions import (
     COMPUTE,
     FORWARD,
     KEEP,
+    LATE,
     MESSAGES,
     RECOMPUTE,
     WAIT,
+    WORKERS,
     Code,
     Instr,
     Value,
@@ -54,7 +57,7 @@ def check(program: Program) -> None:
         if refuse.code:
             _schedule(refuse)
             _gradients(refuse)
-            _values(refuse)
+            _lifetimes(refuse)
             Sums(refuse).check()
     if all(program.codes):
         _order(program, refusals)
@@ -118,31 +121,71 @@ def _gradients(refuse: Refusal) -> None:
                     raise refuse(position, why, "a pass that does not change compute")
 
 
-# ---- values --------------------------------------------------------------------------------------
-def _values(refuse: Refusal) -> None:
-    """What an instruction reads exists under that name, and what it writes is new."""
-    program, pp, names = refuse.program, refuse.pp, refuse.names
-    alive, renamed = set(program.lasting(pp)), set()  # renamed: KEEP has given it another name
+# ---- lifetimes -----------------------------------------------------------------------------------
+def _lifetimes(refuse: Refusal) -> None:
+    program, pp, code, names = refuse.program, refuse.pp, refuse.code, refuse.names
+    alive, freed = set(program.lasting(pp)), set()
     if program.plan.zero_stage in (1, 2):  # the shard is a part of w
         alive |= {("shard", u, 0) for u in range(len(program.units[pp]))}
-    for position, ins in enumerate(refuse.code):
-        for v in ins.reads if ins.op != WAIT else ():
-            if v not in alive:
-                why = "KEEP has renamed" if v in renamed else "no instruction has written"
-                why = f"reads {names.value(v)}, which {why}"
-                raise refuse(position, why, "a value that exists")
-        if ins.op == KEEP:
-            alive.discard(ins.reads[0])
-            renamed.add(ins.reads[0])
-        for v in ins.writes:
-            if ins.op == ADD and v not in alive:
-                why = f"adds to {names.value(v)}, which no instruction has written"
-                raise refuse(position, why, "KEEP of the first value, and ADD of the others")
-            if v in alive and v not in ins.reads and not lasts(v) and not _adds(ins, v):
-                raise refuse(position, f"writes {names.value(v)} again", "a new version of it")
-            alive.add(v)
+    renamed = set()  # values that a KEEP has given another name
+    # Calls in flight by the values they write; several if one worker's call follows another's.
+    flights = {}
+    used_by = {}  # value -> calls in flight that read or write it
+
+    def require_unused(position: int, ins: Instr, v: Value, does: str) -> None:
+        for call in used_by.get(v, ()):
+            if ins.lane in WORKERS and call.lane in WORKERS and does != "frees":
+                continue  # workers' lanes wait for each other themselves
+            if does != "reads" or v in call.writes:
+                why = f"{does} {names.value(v)}, which a call in flight uses: "
+                raise refuse(position, why + names.instruction(call), "a WAIT for that call first")
+
+    for position, ins in enumerate(code):
+        if ins.op == WAIT:
+            if ins.reads not in flights:
+                why = "the call that it waits for is not in flight"
+                raise refuse(position, why, "one WAIT after each call")
+            for call in flights.pop(ins.reads):
+                for v in {*call.reads, *call.writes}:
+                    used_by[v].remove(call)
+        else:
+            for v in ins.reads:
+                if v not in alive:
+                    why = "which was freed" if v in freed else "which no instruction has written"
+                    why = "which KEEP has renamed" if v in renamed else why
+                    raise refuse(position, f"reads {names.value(v)}, {why}", "a value that exists")
+                require_unused(position, ins, v, "reads")
+            if ins.op == KEEP:
+                alive.discard(ins.reads[0])
+                renamed.add(ins.reads[0])
+            for v in ins.writes:
+                if ins.op == ADD and v not in alive:
+                    why = f"adds to {names.value(v)}, which no instruction has written"
+                    raise refuse(position, why, "KEEP of the first value, and ADD of the others")
+                require_unused(position, ins, v, "writes")
+                if v in alive and v not in ins.reads and not lasts(v) and not _adds(ins, v):
+                    raise refuse(position, f"writes {names.value(v)} again", "a new version of it")
+                alive.add(v)
+                renamed.discard(v)
+            if ins.lane:
+                flights.setdefault(ins.writes, []).append(ins)
+                for v in {*ins.reads, *ins.writes}:
+                    used_by.setdefault(v, []).append(ins)
+        for v in ins.frees:
+            if (v not in alive and v not in renamed) or lasts(v):
+                why, legal = "which does not exist", "one free of each value"
+                if lasts(v):
+                    why, legal = "which lasts from step to step", "no free of such a value"
+                raise refuse(position, f"frees {names.value(v)}, {why}", legal)
+            require_unused(position, ins, v, "frees")
+            alive.discard(v)
             renamed.discard(v)
-        alive.difference_update(ins.frees)
+            freed.add(v)
+    for call in (call for calls in flights.values() for call in calls if call.phase != LATE):
+        raise refuse(len(code), f"has no WAIT for {names.instruction(call)}", "one WAIT per call")
+    for v in alive | renamed:
+        if not lasts(v):
+            raise refuse(len(code), f"{names.value(v)} is never freed", "a free at its last use")
 
 
 def _adds(ins: Instr, v: Value) -> bool:

@@ -119,7 +119,7 @@ def add_frees(code: Code) -> Code:
     for v, position in last_use.items():
         if not lasts(v):
             freed_at.setdefault(position, []).append(v)
-    new_code = [ins._replace(frees=()) if ins.frees else ins for ins in code]
+    new_code = list(code)
     for position, values in freed_at.items():
         new_code[position] = Instr(*new_code[position][:-1], tuple(values))  # quicker than _replace
     return new_code
