@@ -71,6 +71,15 @@ class Space(Columns):
         codes[name] = np.tile(np.arange(len(tried)), len(self))
         return Space(self.model, self.values | {name: tried}, codes)
 
+    def given(self, name: str, tried: tuple, wanted: np.ndarray) -> Space:
+        """Each of these plans with its own entry of ``wanted`` as value of one more field; plans
+        whose entry is not in ``tried`` are dropped.
+        """
+        at = {value: code for code, value in enumerate(tried)}
+        code = np.array([at.get(value, -1) for value in wanted.tolist()], int)
+        extended = Space(self.model, self.values | {name: tried}, self.codes | {name: code})
+        return extended.kept(code >= 0)
+
     def kept(self, where: np.ndarray) -> Space:
         """The plans at these positions, or where a mask is true."""
         return Space(self.model, self.values, {n: code[where] for n, code in self.codes.items()})
@@ -96,6 +105,12 @@ def space(
     ]
     plans = Space(model, {"tp": tried["tp"]}, {"tp": np.arange(len(tried["tp"]))})
     for name in tuple(tried)[1:]:
+        # No choice: their number follows from what has been chosen, and among the divisors of a
+        # large batch there would be too many plans to choose from.
+        if name == "microbatches":
+            wanted = global_batch // (plans.dp * plans.microbatch_size)
+            plans, rules_left = _sifted(plans.given(name, tried[name], wanted), rules_left)
+            continue
         if len(plans) * len(tried[name]) > MOST:
             why = f"on {devices} devices there are more than {MOST:,} plans to search"
             legal = "one with fewer divisors, or some settings restricted, as in dp=[8, 16]"
