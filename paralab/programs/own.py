@@ -136,7 +136,7 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             units = f"units are 0 to {len(program.units[pp]) - 1}"
             return f"names {v!r}, which is not a value", f"(kind, where, version); {units}"
-    if ins.op in COMPUTE and not isinstance(ins.at, tuple):
+    if ins.op in COMPUTE and not _is_range(ins.at, len(program.model.ops)):
         return f"has at={ins.at!r}, not a range of ops", "at=(i, j); a pass does not change compute"
     if ins.op == WAIT and not ins.reads:
         return "waits for nothing", "wait(call)"
@@ -172,3 +172,9 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         read, written = MOVES[ins.op]
         return f"reads {counts[0]} values and writes {counts[1]}", f"{read} read, {written} written"
     return None
+
+
+def _is_range(at: Any, n: int) -> bool:
+    """Whether ``at`` are ops (i, j) of a model of n ops."""
+    is_pair = isinstance(at, tuple) and list(map(type, at)) == [int, int]
+    return is_pair and 0 <= at[0] < at[1] <= n
