@@ -184,15 +184,15 @@ class Search:
         seconds to compile come last, and only if no other fits.
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
-        first = order[: most or max(3 * top, NEAR)].tolist()
-        rows = {at: rows_of_a_pipeline(self.model, self.plans[at]) for at in first}
-        slow = {at for at in first if rows[at] > LARGE and not folds(self.plans[at])}
-        for at in sorted(first, key=slow.__contains__):
+        plans = {at: self.plans[at] for at in order[: most or max(3 * top, NEAR)].tolist()}
+        rows = {at: rows_of_a_pipeline(self.model, plan) for at, plan in plans.items()}
+        slow = {at for at, plan in plans.items() if rows[at] > LARGE and not folds(plan)}
+        for at in sorted(plans, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
                 return
             if not exhaustive and fitting >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
-            totals = Totals(self.model, self.plans[at], self.cluster, self.optimizer)
+            totals = Totals(self.model, plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = totals.seconds(), totals.peak
             self.serial[at] = totals.seconds(overlap=False)
             self.fits[at] = self.memory[at] <= self.memory_limit
