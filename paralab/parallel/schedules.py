@@ -100,6 +100,7 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
 
 
 def _one_f_one_b(rank: int, warmup: int, microbatches: int) -> list[Action]:
+    """The list of one rank, which has one stage."""
     forwards, backwards = ([Action(rank, kind, i) for i in range(microbatches)] for kind in "FB")
     return _in_turn(forwards, backwards, warmup)
 
@@ -155,9 +156,9 @@ def uneven_groups(pp: int, microbatches: int) -> tuple[str, str]:
 def zb_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with a split backward: deferred weight halves fill the bubble at the end of the step.
 
-    The bubble is a third of 1F1B's where F = I = W, and no rank has more micro-batches alive or
-    pending than 1F1B's first rank has alive. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.1,
-    fig. 3.
+    Rank r defers r weight halves. The bubble is a third of 1F1B's where F = I = W, and no rank has
+    more micro-batches alive or pending than 1F1B's first rank has alive. Zero Bubble (Qi+ 2023,
+    arXiv:2401.10241) sec. 2.1, fig. 3.
     """
     return [_split(row, rank) for rank, row in enumerate(one_f_one_b(pp, microbatches))]
 
@@ -165,10 +166,11 @@ def zb_h1(pp: int, microbatches: int) -> Schedule:
 def zb_h2(pp: int, microbatches: int) -> Schedule:
     """ZB-H1 with twice the warm-up, which fills the bubble at the start of the step too.
 
-    There is no bubble where F = I = W and m >= 2p - 1. The ranks' steps start and end at different
-    times, and no rank waits for another one to start the next step. With clipping, or in fp16, the
-    norm over all ranks makes them wait (the paper, sec. 4, updates first and rolls back a wrong
-    update; not done here). Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
+    Rank r defers 2 r weight halves. There is no bubble where F = I = W and m >= 2p - 1. The ranks'
+    steps start and end at different times, and no rank waits for another one to start the next
+    step. With clipping, or in fp16, the norm over all ranks makes them wait (the paper, sec. 4,
+    updates first and rolls back a wrong update; not done here). Zero Bubble (Qi+ 2023,
+    arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_split(_one_f_one_b(r, 2 * (pp - r - 1), microbatches), 2 * r) for r in range(pp)]
