@@ -409,7 +409,7 @@ MUTANTS = {
         'store["g", i, k] = tuple(0.5 * g for g in grads)'),
     "a tied copy of its own": wrong("pipeline", DRAWS, "name = TIED[0]", "pass"),
     "messages of neighbouring micro-batches are swapped": Mutant("pipeline", INSTRUCTIONS,
-        "else ((), (v,))", "else ((), ((*v[:2], v[2] ^ 1),))",
+        "else ((), (v,))", "else ((), ((*v[:2], k ^ 1),))",
         check="reads g blocks.1, which no instruction has written"),
     "weight halves of all micro-batches at once": Mutant("zero bubble", INSTRUCTIONS,
         "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",

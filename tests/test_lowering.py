@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 import paralab as pl
@@ -62,6 +63,20 @@ def test_the_lists_without_transfers_are_the_schedule():
             assert [ins.op for ins in row if ins.op in COMPUTE] == actions
             alone = skeleton(model, plan, ops, only=rank)
             assert alone[rank] == row and not any(alone[:rank] + alone[rank + 1 :])
+
+
+def test_a_schedule_of_ones_own_may_hold_numbers_of_numpy():
+    def numbers(pp, m):
+        rows = one_f_one_b(pp, m)
+        return [[Action(np.int64(s), kind, np.int64(k)) for s, kind, k in row] for row in rows]
+
+    model = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=8, vocab=64)
+    for pp in (1, 2):
+        plan = pl.Plan(pp=pp, microbatches=2)
+        assert (
+            repr(pl.program(model, plan.replace(schedule=numbers))).splitlines()[1:]
+            == (repr(pl.program(model, plan)).splitlines()[1:])
+        )
 
 
 def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():

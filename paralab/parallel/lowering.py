@@ -15,10 +15,15 @@ global order is that in which the results are ready if F, I and W take 1, B 2 an
 gradients, then the lower stage.
 
 A receive is posted one action before the action that needs it, as far as the global order allows,
-so that the message travels while the rank computes; each action more would cost a buffer. When two
-neighbours swap an activation and a gradient at the same moment, only one of the two messages can be
-hidden in this way. As one exchange, which NCCL needs where nothing else sets an order, neither
-could be hidden: the exchange would start only when both ranks have computed.
+so that the message travels while the rank computes. One is enough unless a message takes longer
+than an action, and each more would cost a buffer. GPipe's rank 0 of 2, with two micro-batches, in
+the notation of torch.distributed.pipelining:
+
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
+
+When two neighbours swap an activation and a gradient at the same moment, only one of the two
+messages can be hidden in this way. As one exchange, which NCCL needs where nothing else sets an
+order, neither could be hidden: the exchange would start only when both ranks have computed.
 """
 
 from __future__ import annotations

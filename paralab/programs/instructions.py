@@ -154,12 +154,14 @@ def compute(
 
 
 def message(op: str, state: str, stage: Range, k: int, peer: int) -> Instr:
-    """The SEND or RECEIVE of a state, "x" or its gradient "g", at the border of a stage with ops
-    (i, j). peer: pipeline rank at the other end.
+    """The SEND or RECEIVE of a state, "x", or of its gradient, "g", by a stage with ops (i, j).
+    peer: pipeline rank at the other end.
     """
-    v = (state, stage[(state == "x") == (op == SEND)], k)
+    i, j = stage
+    border = j if (state == "x") == (op == SEND) else i  # a state leaves at j, a gradient at i
+    v = (state, border, k)
     reads, writes = ((v,), (("sent", v[:2], k),)) if op == SEND else ((), (v,))
-    return Instr(op, v[1], k, -1, reads, writes, "pp", peer, "activations")
+    return Instr(op, border, k, -1, reads, writes, "pp", peer, "activations")
 
 
 def keeps(ins: Instr) -> bool:

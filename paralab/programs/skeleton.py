@@ -34,19 +34,20 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
         actions = relay(len(model.parts), plan.microbatches)
         return [[compute(ACTIONS[kind], *model.parts[s][1:], k, n) for s, kind, k in actions]]
     # Imported late, because they import NumPy, which `import paralab` does not load.
-    from paralab.parallel.lowering import lowered
-    from paralab.theory.order import order
+    from paralab.parallel import lowering
+    from paralab.theory.order import CODE, F, order
 
-    steps = lowered(order(plan.actions(), plan.stages, plan.microbatches))
+    steps = lowering.lowered(order(plan.actions(), plan.stages, plan.microbatches))
+    op_of = {CODE[letter]: op for letter, op in ACTIONS.items()}
+    op_of |= {lowering.SEND: SEND, lowering.RECV: RECEIVE}
     stages, codes = stage_ranges(spec, plan, model), [[] for _ in range(plan.pp)]
-    ops = (*ACTIONS.values(), SEND, RECEIVE)  # by their numbers in theory/order.py and lowering.py
     for r in range(plan.pp) if only is None else [only]:
-        own_steps = slice(*steps.first[r : r + 2])
+        own_steps = slice(steps.first[r], steps.first[r + 1])
         columns = (column[own_steps].tolist() for column in steps[1:])
         for kind, what, s, k, peer in zip(*columns, strict=True):
-            op = ops[kind]
+            op = op_of[kind]
             if op in MESSAGES:
-                codes[r].append(message(op, "xg"[what], stages[s], k, peer))
+                codes[r].append(message(op, "x" if what == F else "g", stages[s], k, peer))
             else:
                 codes[r].append(compute(op, *stages[s], k, n))
     return codes
