@@ -30,7 +30,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from paralab.checks import choice, illegal, whole
@@ -99,16 +98,18 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
     return [_one_f_one_b(rank, pp - rank - 1, microbatches) for rank in range(pp)]
 
 
-def _one_f_one_b(rank: int, warmup: int, microbatches: int) -> list[Action]:
-    """The list of one rank, which has one stage."""
-    forwards, backwards = ([Action(rank, kind, i) for i in range(microbatches)] for kind in "FB")
+def _one_f_one_b(rank: int, warmup: int, microbatches: int, backward: str = "B") -> list[Action]:
+    """The list of a rank with one stage. backward: the kind of its backwards, B or I."""
+    kinds = "F", backward
+    forwards, backwards = ([Action(rank, kind, i) for i in range(microbatches)] for kind in kinds)
     return _in_turn(forwards, backwards, warmup)
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
     """Warm-up: so many forwards. Steady state: a forward, a backward. Cool-down: backwards."""
-    turns = zip_longest(forwards[warmup:], backwards)
-    return forwards[:warmup] + [action for turn in turns for action in turn if action]
+    steady = forwards[warmup:]
+    turns = [action for turn in zip(steady, backwards, strict=False) for action in turn]
+    return forwards[:warmup] + turns + backwards[len(steady) :]
 
 
 def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
@@ -160,7 +161,8 @@ def zb_h1(pp: int, microbatches: int) -> Schedule:
     more micro-batches alive or pending than 1F1B's first rank has alive. Zero Bubble (Qi+ 2023,
     arXiv:2401.10241) sec. 2.1, fig. 3.
     """
-    return [_split(row, rank) for rank, row in enumerate(one_f_one_b(pp, microbatches))]
+    pp, microbatches = _sizes(pp, microbatches)
+    return [_zero_bubble(rank, pp - rank - 1, rank, microbatches) for rank in range(pp)]
 
 
 def zb_h2(pp: int, microbatches: int) -> Schedule:
@@ -173,21 +175,19 @@ def zb_h2(pp: int, microbatches: int) -> Schedule:
     arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
-    return [_split(_one_f_one_b(r, 2 * (pp - r - 1), microbatches), 2 * r) for r in range(pp)]
+    return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]
 
 
-def _split(actions: list[Action], delay: int) -> list[Action]:
-    """Every backward in two halves; a weight half runs after the input half ``delay`` later."""
-    halves, deferred = [], []
-    for action in actions:
-        if action.kind == "F":
-            halves.append(action)
-            continue
-        halves.append(action._replace(kind="I"))
-        deferred.append(action._replace(kind="W"))
-        if len(deferred) > delay:
-            halves.append(deferred.pop(0))
-    return halves + deferred
+def _zero_bubble(rank: int, warmup: int, delay: int, microbatches: int) -> list[Action]:
+    """1F1B of forwards and input halves; a weight half runs after the input half of the micro-batch
+    ``delay`` later, and those that are left run at the end.
+    """
+    weights, actions = [Action(rank, "W", i) for i in range(microbatches)], []
+    for action in _one_f_one_b(rank, warmup, microbatches, "I"):
+        actions.append(action)
+        if action.kind == "I" and action.microbatch >= delay:
+            actions.append(weights[action.microbatch - delay])
+    return actions + weights[max(microbatches - delay, 0) :]
 
 
 # What Plan(schedule="...") names.
