@@ -196,7 +196,6 @@ OFFLOADED = "paralab.interpret.offloaded"
 DERIVE = "paralab.programs.derive"
 COMPILE = "paralab.programs.compile"
 PROGRAM = "paralab.programs.program"
-SKELETON = "paralab.programs.skeleton"
 INSTRUCTIONS = "paralab.programs.instructions"
 LOWERING = "paralab.parallel.lowering"
 LAYOUTS = "paralab.parallel.layouts"
@@ -273,7 +272,7 @@ MUTANTS = {
         "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
         "pending_adds, seen = completed(code), [], set()", check="that it writes is never read"),
     "ZeRO-3: what forward gathered is kept for backward": Mutant("frozen ZeRO-3", COMPILE,
-        "action = back, ins.mb, stage_of[ins.at[0]]", "action = ins.mb, stage_of[ins.at[0]]",
+        "(back, ins.mb, stage_of[ins.at[0]])", "(ins.mb, stage_of[ins.at[0]])",
         frozen="param_gather"),
     "HSDP: a share is not summed over the replicas": wrong("HSDP", ZERO, "for v in shards",
         "for v in shards[1:]", check="never summed over the ranks that keep the same shard"),
@@ -409,9 +408,8 @@ MUTANTS = {
     "half the gradient is sent on": wrong("pipeline", RUN, 'store["g", i, k] = grads',
         'store["g", i, k] = tuple(0.5 * g for g in grads)'),
     "a tied copy of its own": wrong("pipeline", DRAWS, "name = TIED[0]", "pass"),
-    "messages of neighbouring micro-batches are swapped": Mutant("pipeline", SKELETON,
-        "op, reads, writes = RECEIVE, (), (v,)",
-        "op, reads, writes = RECEIVE, (), ((*v[:2], v[2] ^ 1),)",
+    "messages of neighbouring micro-batches are swapped": Mutant("pipeline", INSTRUCTIONS,
+        "else ((), (v,))", "else ((), ((*v[:2], k ^ 1),))",
         check="reads g blocks.1, which no instruction has written"),
     "weight halves of all micro-batches at once": Mutant("zero bubble", INSTRUCTIONS,
         "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",
@@ -419,13 +417,13 @@ MUTANTS = {
     "weight halves overwrite each other": wrong("zero bubble", FLAT, "view.addmm_(a, b)",
         "torch.mm(a, b, out=view)"),
     "a send in front of what it sends": Mutant("pipeline", LOWERING,
-        "np.where(sends, action + 1, preferred)", "np.where(sends, action, preferred)",
+        "np.where(sends, action + 1, ", "np.where(sends, action, ",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant("pipeline", LOWERING,
         "order.kind[source] != F, ready))", "ready, order.kind[source] != F))",
         check="reads x blocks.1, which no instruction has written"),
-    "the stage's other end is sent": Mutant("pipeline", SKELETON, "step.other_stage)][1]",
-        "step.other_stage)][0]", check="reads x embedding, which no instruction has written"),
+    "the stage's other end is sent": Mutant("pipeline", INSTRUCTIONS, "== (op == SEND)",
+        "!= (op == SEND)", check="reads x embedding, which no instruction has written"),
     # ---- other memory
     "host: a later micro-batch in the place of an earlier": wrong("gradients on the host", WORKERS,
         "last.add_(first)", "last.copy_(first)"),
@@ -468,7 +466,7 @@ MUTANTS = {
     "relay: masks of the first micro-batch": wrong("relay", RUN,
         "env.sample = self.first_sample + k", "env.sample = self.first_sample"),
     "relay: what the head uses leaves before embedding's backward": Mutant("frozen relay", COMPILE,
-        "second_visit = back and unit not in stays", "second_visit = back", frozen="param_gather"),
+        "units_of_head(program, rank) if plan.relays", "() if plan.relays", frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant("data parallel", *NO_WAIT,
         check="reads grad bucket 0, which a call in flight uses", late=GRADIENTS),

@@ -23,6 +23,7 @@ from paralab.programs.instructions import (
     REDUCE_SCATTER,
     RESCALE,
     SEND,
+    UPDATE,
     WAIT,
     Code,
 )
@@ -113,6 +114,15 @@ def test_gradients_of_other_axes_are_not_added_up():
     wrong[position + 1] = code[position + 1]._replace(reads=code[position].reads)
     said = refused(program, 0, derived(wrong))
     assert "one value is partial over dp, the other over no axis" in said
+
+
+def test_a_gradient_that_is_read_too_early_is_to_be_summed_after_its_last_addition():
+    plan = pl.Plan(dp=2, microbatches=2, grad_sync=None)
+    (code,) = (program := compiled(SPEC, plan, final=False)).codes
+    update = code[of(code, UPDATE)[0]]
+    first, *_, last = (at for at, ins in enumerate(code) if update.reads[0] in ins.writes)
+    early = [*code[: first + 1], update, *(ins for ins in code[first + 1 :] if ins != update)]
+    assert f"'dp' after position {last + 1}, " in refused(program, 0, derived(early))
 
 
 def test_compute_in_another_order_is_refused():

@@ -2,11 +2,15 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
-from lowered import check_lowered
-from paralab.parallel.lowering import Transfer, lower
+import paralab as pl
+from lowered import Transfer, check_lowered, lower
+from paralab.model.build import build
 from paralab.parallel.schedules import SCHEDULES, Action, gpipe, interleaved, one_f_one_b, parse
+from paralab.programs.instructions import ACTIONS, COMPUTE
+from paralab.programs.skeleton import skeleton
 
 
 def text(lists):
@@ -42,19 +46,37 @@ def test_two_ranks_by_hand():
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
         "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
     ]
-    assert text(lower(gpipe(2, 2), ahead=0)) == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
-        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
-    ]
 
 
-def test_the_lists_without_transfers_are_the_schedule_and_one_ranks_alone_is_that_among_all():
-    for schedule, ahead in product(SOME, (0, 1, 99)):
-        lists = lower(schedule, ahead=ahead)
+def test_the_lists_without_transfers_are_the_schedule():
+    """As lists of steps, and as the instructions of a program, where a rank may be alone."""
+    for schedule in SOME:
+        lists = lower(schedule)
         assert [[s for s in row if isinstance(s, Action)] for row in lists] == schedule
+    for schedule in ("1f1b", "zb-h1", "interleaved"):
+        stages = 2 if schedule == "interleaved" else 1
+        plan = pl.Plan(pp=2, microbatches=4, schedule=schedule, virtual_stages=stages)
+        model = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=8, vocab=64)
+        lists = skeleton(model, plan, ops := build(model, plan))
         for rank, row in enumerate(lists):
-            alone = lower(schedule, ahead=ahead, only=rank)
+            actions = [ACTIONS[action.kind] for action in plan.actions()[rank]]
+            assert [ins.op for ins in row if ins.op in COMPUTE] == actions
+            alone = skeleton(model, plan, ops, only=rank)
             assert alone[rank] == row and not any(alone[:rank] + alone[rank + 1 :])
+
+
+def test_a_schedule_of_ones_own_may_hold_numbers_of_numpy():
+    def numbers(pp, m):
+        rows = one_f_one_b(pp, m)
+        return [[Action(np.int64(s), kind, np.int64(k)) for s, kind, k in row] for row in rows]
+
+    model = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=8, vocab=64)
+    for pp in (1, 2):
+        plan = pl.Plan(pp=pp, microbatches=2)
+        assert (
+            repr(pl.program(model, plan.replace(schedule=numbers))).splitlines()[1:]
+            == (repr(pl.program(model, plan)).splitlines()[1:])
+        )
 
 
 def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
@@ -73,13 +95,13 @@ def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
 
 
 def test_no_order_deadlocks_where_every_transfer_holds_up_both_ranks():
-    for schedule, ahead in product(SOME, (0, 1, 2, 99)):
-        check_lowered(lower(schedule, ahead=ahead))
+    for schedule in SOME:
+        check_lowered(lower(schedule))
 
 
 def test_a_result_leaves_before_its_rank_computes_on():
-    for schedule, ahead in product(SOME, (0, 1, 99)):
-        for row in lower(schedule, ahead=ahead):
+    for schedule in SOME:
+        for row in lower(schedule):
             last = None
             for step in row:
                 if isinstance(step, Action):

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowered import check_lowered
-from paralab.parallel.lowering import lower
+from lowered import check_lowered, lower
 from paralab.parallel.schedules import SCHEDULES, Action, build, gpipe, one_f_one_b
 from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import ScheduleError, validate
@@ -183,5 +182,4 @@ def test_many_mutants_each_run_or_are_refused(mutant):
     got = simulate(rows, forward=1.0, backward=1.0, weight_grad=1.0, comm=0.5)
     assert len(got.end) == sum(map(len, rows)) and (got.end > got.start).all()
     assert 0 <= got.bubble_rate < 1
-    for ahead in (0, 1, 100):
-        check_lowered(lower(rows, ahead=ahead))
+    check_lowered(lower(rows))

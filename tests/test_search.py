@@ -387,6 +387,15 @@ def test_a_search_through_too_many_plans_is_refused(monkeypatch):
         pl.plan_search(SMALL, LAPTOP, **asked, pp=1, dp=8)
 
 
+def test_a_large_batch_of_many_divisors_can_be_searched():
+    """Ten thousand devices with four samples each: a micro-batch count is no choice of its own."""
+    model, cluster = pl.ModelSpec.preset("gpt3-175b"), pl.Cluster.preset("dgx-a100", nodes=1260)
+    pinned = {"schedule": "1f1b", "recompute": "full", "zero_stage": 1, "offload": None}
+    plans = space(model.resolved(gpus=True), cluster, 10080, 40320, pinned)
+    sizes = plans.dp * plans.microbatches * plans.microbatch_size
+    assert len(plans) > 1000 and (sizes == 40320).all()
+
+
 def test_numbers_and_arrays_of_numpy_are_stated_like_others():
     for dp, same in ((2, (np.int64(2), np.array(2))), ([2, 4], (np.array([2, 4]),))):
         how = {"devices": 8, "global_batch": 16, "top": 1, "zero_stage": 0, "offload": None}

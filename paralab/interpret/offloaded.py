@@ -20,7 +20,7 @@ from torch import Tensor, float32
 from paralab.interpret.flat import DTYPES
 from paralab.interpret.host import Host, plain
 from paralab.programs.program import Program
-from paralab.programs.tiers import own_master, prefix, rows
+from paralab.programs.tiers import PREFIX, own_master, rows
 
 _NAMES = {"shard": "parameters", "gshard": "gradients", "opt": "optimizer"}
 _FILES = {"shard": "parameters", "gshard": "gradient", "opt": "states"}
@@ -59,7 +59,7 @@ class Offloaded:
 
     def lives(self, kind: str) -> str:
         """The tier of a kind of state, as a prefix: "host.", "file.", or "" on the device."""
-        return prefix(getattr(self.tiers, _NAMES[kind]))
+        return PREFIX[getattr(self.tiers, _NAMES[kind])]
 
     def dtype_of(self, kind: str) -> torch.dtype:
         return float32 if kind == "opt" else DTYPES[self.precision_of(kind)]

@@ -43,7 +43,7 @@ def ring_reduce_scatter(group: Group, tensor: Tensor, *, ring: Sequence[int] | N
     tensor  contiguous, same shape and type on every member; the other chunks are left half summed
     ring    global ranks in ring order, this one among them; default: the whole group
 
-    Member r of n owns chunk (r + 1) % n; see [Note: chunks]. Sends (n-1)/n S in n - 1 steps.
+    Member r of n owns chunk (r + 1) % n; see [Note: chunks].
     """
     n, r, left, right = _neighbours(group, ring)
     chunks = split(tensor, n)
@@ -58,8 +58,8 @@ def ring_reduce_scatter(group: Group, tensor: Tensor, *, ring: Sequence[int] | N
 def ring_all_gather(group: Group, tensor: Tensor, *, ring: Sequence[int] | None = None) -> None:
     """Pass every member's own chunk of ``tensor`` round, until each member has all; in place.
 
-    Continues where `ring_reduce_scatter` ends: member r owns chunk (r + 1) % n. Needs no extra
-    memory, since chunks are received into their place. Sends (n-1)/n S in n - 1 steps.
+    Continues where `ring_reduce_scatter` ends. Needs no extra memory, since chunks are received
+    into their place.
     """
     n, r, left, right = _neighbours(group, ring)
     chunks = split(tensor, n)

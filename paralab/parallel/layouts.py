@@ -32,7 +32,6 @@ after Agarwal+ 1995.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -184,14 +183,12 @@ def coordinates(plan: TensorPlan, index: int) -> dict[str, int]:
     return {name: position[name] for name in sizes}
 
 
-def groups(plan: TensorPlan, axis: str) -> list[tuple[int, ...]]:
-    """The groups along ``axis`` into which the ranks of a tp group fall, each in group order."""
-    varying, members = mode_of(plan).axes[axis], defaultdict(list)
-    places = [coordinates(plan, index) for index in range(plan.tp)]
-    for index in sorted(range(plan.tp), key=lambda r: [places[r][name] for name in varying]):
-        fixed = tuple(at for name, at in places[index].items() if name not in varying)
-        members[fixed].append(index)
-    return [tuple(members[fixed]) for fixed in sorted(members)]
+def group(plan: TensorPlan, axis: str, index: int) -> tuple[int, ...]:
+    """The ranks of a tp group that form a group along ``axis`` with rank number ``index``."""
+    varying, places = mode_of(plan).axes[axis], [coordinates(plan, r) for r in range(plan.tp)]
+    fixed = places[index].keys() - set(varying)
+    members = [r for r in range(plan.tp) if all(places[r][n] == places[index][n] for n in fixed)]
+    return tuple(sorted(members, key=lambda r: [places[r][name] for name in varying]))
 
 
 def axis_of(plan: TensorPlan, split: Split) -> str:

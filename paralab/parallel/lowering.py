@@ -1,6 +1,6 @@
 """Lowering a schedule: where each rank sends and receives between its actions. Torch-free.
 
-A schedule says only what is computed (parallel/schedules.py). `lower` adds a send after every
+A schedule says only what is computed (parallel/schedules.py). `lowered` adds a send after every
 action whose result another rank needs, and a receive before the action that needs it. Stages of one
 rank exchange no messages. One rule makes the lists safe:
 
@@ -14,83 +14,30 @@ global order is that in which the results are ready if F, I and W take 1, B 2 an
 (without the 1/8 a rank's incoming and outgoing messages would often tie). Ties: activations before
 gradients, then the lower stage.
 
-A receive is posted ``ahead`` actions before the action that needs it, as far as the global order
-allows, so that the message travels while the rank computes. One is enough unless a message takes
-longer than an action; each costs a buffer. When two neighbours swap an activation and a gradient at
-the same moment, only one of the two messages can be hidden in this way. As one exchange, which NCCL
-needs where nothing else sets an order, neither could be hidden: the exchange would start only when
-both ranks have computed.
+A receive is posted one action before the action that needs it, as far as the global order allows,
+so that the message travels while the rank computes. One is enough unless a message takes longer
+than an action, and each more would cost a buffer. GPipe's rank 0 of 2, with two micro-batches, in
+the notation of torch.distributed.pipelining:
+
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
+
+When two neighbours swap an activation and a gradient at the same moment, only one of the two
+messages can be hidden in this way. As one exchange, which NCCL needs where nothing else sets an
+order, neither could be hidden: the exchange would start only when both ranks have computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from paralab.checks import whole
-from paralab.parallel.schedules import Action
 from paralab.theory.order import B, F, Order
-from paralab.theory.schedule_check import checked, timed
+from paralab.theory.schedule_check import timed
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # durations of F, B, I, W: the matrix products of a linear layer
 MESSAGE = 0.125
 SEND, RECV = 4, 5  # kinds of steps, after the four kinds of actions in theory.order.CODE
-ENDS = {SEND: "send", RECV: "recv"}
-
-
-class Transfer(NamedTuple):
-    """One end of a message: ``str`` is "1RECV_F0", stage 1 receives micro-batch 0's activations.
-
-    kind        "send" or "recv"
-    what        "F": activations, to the next stage; "B": their gradient, to the stage before
-    stage       this rank's stage, from which it is sent or which receives it
-    microbatch  0 .. m-1
-    peer        pipeline rank at the other end
-    """
-
-    kind: str
-    what: str
-    stage: int
-    microbatch: int
-    peer: int
-
-    @property
-    def other_stage(self) -> int:
-        to_next = (self.what == "F") == (self.kind == "send")
-        return self.stage + 1 if to_next else self.stage - 1
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind.upper()}_{self.what}{self.microbatch}"
-
-
-Step = Action | Transfer
-
-
-def lower(
-    schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1, only: int | None = None
-) -> list[list[Step]]:
-    """Per rank its actions and the transfers that they need, in order.
-
-    ahead  how many actions before the one that needs it a receive is posted; earlier where the
-           global order puts it before a send, because results are sent as soon as they are ready
-    only   the one rank whose list is built; the other lists stay empty
-
-    Raises ScheduleError, a ValueError, if the schedule is not valid.
-    """
-    ahead = whole("ahead", ahead, at_least=0)
-    schedule, order = checked(schedule)
-    arrays = lowered(order, ahead)
-    lists: list[list[Step]] = [[] for _ in schedule]
-    for r in range(len(schedule)) if only is None else [only]:
-        own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
-        own_columns = (column[own_steps].tolist() for column in arrays[1:])
-        lists[r] += (
-            Transfer(ENDS[kind], "FB"[what], stage, k, peer) if kind in ENDS else next(actions)
-            for kind, what, stage, k, peer in zip(*own_columns, strict=True)
-        )
-    return lists
 
 
 class Lowered(NamedTuple):
@@ -98,7 +45,10 @@ class Lowered(NamedTuple):
 
     first  index of each rank's first step; the last entry is n                     (ranks + 1,)
     kind   of an action as in theory.order.CODE, of a transfer SEND or RECV                 (n,)
-    what, stage, microbatch, peer  the fields of `Transfer`, ``what`` being F or B          (n,)
+    what   of a transfer F: activations, to the next stage; or B: their gradient, to the stage
+           before                                                                           (n,)
+    stage, microbatch  of an action; of a transfer this rank's stage, which sends or receives it
+    peer   of a transfer the pipeline rank at the other end                                 (n,)
     """
 
     first: np.ndarray
@@ -109,8 +59,8 @@ class Lowered(NamedTuple):
     peer: np.ndarray
 
 
-def lowered(order: Order, ahead: int = 1) -> Lowered:
-    """`lower` as arrays: 0.1 s for 64 ranks and 512 micro-batches."""
+def lowered(order: Order) -> Lowered:
+    """The schedule with its transfers; 0.1 s for 64 ranks and 512 micro-batches."""
     messages = np.stack(global_order(order), 1)  # (messages, 2): the actions at a message's ends
     partner = messages[:, ::-1].ravel()
     action, forward = messages.ravel(), np.repeat(order.kind[messages[:, 0]] == F, 2)
@@ -118,11 +68,11 @@ def lowered(order: Order, ahead: int = 1) -> Lowered:
     action, partner, forward = action[by_rank], partner[by_rank], forward[by_rank]
     sends, rank = by_rank % 2 == 0, order.rank[action]  # the first end is the send
     # How many actions precede each transfer. ``preferred``: a send stands right behind its action,
-    # a receive ``ahead`` actions before its own. ``latest``: no preceding action may need the
+    # a receive one action before its own. ``latest``: no preceding action may need the
     # message of this or a later receive, or follow the action of this or a later send. Actions are
     # numbered through all ranks, so that running minima and maxima do not mix two ranks.
-    preferred = np.maximum(action - min(ahead, len(order.rank)), order.first[rank])
-    preferred, latest = np.where(sends, action + 1, preferred), action + sends
+    preferred = np.where(sends, action + 1, np.maximum(action - 1, order.first[rank]))
+    latest = action + sends
     latest = np.minimum.accumulate(latest[::-1])[::-1]
     at = np.maximum.accumulate(np.minimum(preferred, latest)) + np.arange(len(action))
 

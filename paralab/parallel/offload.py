@@ -58,7 +58,7 @@ from paralab.programs.instructions import (
     Value,
     wait,
 )
-from paralab.programs.tiers import prefix
+from paralab.programs.tiers import PREFIX
 from paralab.spec.tiers import Offload
 
 
@@ -176,7 +176,7 @@ class Update:
     def places(self, state: str, u: int) -> tuple[Value, Value]:
         """(where a unit's state lives, where the host has it while it updates the unit)."""
         setting = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
-        home = prefix(getattr(self.tiers, setting)) + state
+        home = PREFIX[getattr(self.tiers, setting)] + state
         return (home, u, 0), (f"host.{state}", u, 0 if home.startswith("host.") else 1)
 
     def open(self, u: int) -> Code:
@@ -222,7 +222,7 @@ def _gathers_update(ins: Instr) -> bool:
 
 def fetch(place: str, u: int, into: Value) -> Code:
     """Copy this rank's shard of a unit's parameters from ``place`` to the device, as ``into``."""
-    home, piece = (prefix(place) + "shard", u, 0), ("host.piece", u, into[2])
+    home, piece = (PREFIX[place] + "shard", u, 0), ("host.piece", u, into[2])
     if place == "nvme":
         return [_copy(home, piece), _copy(piece, into)]
     return [_copy(home, into)]
@@ -232,8 +232,7 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     """The saved input of a recomputed block is copied out while the block computes forward, and
     fetched while the block after it computes backward. One copy out is in flight at a time.
 
-    run  key of the backwards that follow each other, within which inputs are fetched ahead: an
-         action of the schedule; in a relay all backwards have one key
+    run  as for `zero.zero3`: inputs are fetched ahead within a run
     """
     new_code: Code = []
     in_flight: list[Instr] = []

@@ -64,10 +64,8 @@ Schedule = list[list[Action]]
 
 def naive(pp: int, microbatches: int) -> Schedule:
     """Layer-wise model parallelism: a micro-batch's forward and backward pass through all stages
-    before the next micro-batch begins.
-
-    One rank works at a time. Bubble: (p-1)/p of the step, however many micro-batches there are;
-    alive: 1. (GPipe, Huang+ 2019, arXiv:1811.06965, fig. 2b.)
+    before the next micro-batch begins. One rank works at a time, so the bubble is (p-1)/p of the
+    step, however many micro-batches there are. (GPipe, Huang+ 2019, arXiv:1811.06965, fig. 2b.)
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [
@@ -78,11 +76,11 @@ def naive(pp: int, microbatches: int) -> Schedule:
 def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-    Bubble: (p-1)/(m+p-1) of the step, (p-1)/m of the ideal time; alive: all m, even with p = 1,
-    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c, runs the
-    backwards from the last micro-batch to the first; here they start with the first, as in PTD-P's
-    fig. 3 and in torch, and the bubble is the same. GPipe also recomputes: a stage keeps only its
-    own input. The nearest setting here is recompute="full", which keeps the input of every block.
+    All m are alive even with p = 1, where "1f1b" keeps only one. GPipe (Huang+ 2019,
+    arXiv:1811.06965) sec. 2.3, fig. 2c, runs the backwards from the last micro-batch to the first;
+    here they start with the first, as in PTD-P's fig. 3 and in torch, and the bubble is the same.
+    GPipe also recomputes: a stage keeps only its own input. The nearest setting here is
+    recompute="full", which keeps the input of every block.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [
@@ -93,35 +91,38 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
     """As many warm-up forwards as keep the last rank busy, then one forward, one backward in turn.
 
-    The bubble is GPipe's, (p-1)/(m+p-1); alive: min(m, p - r), which no longer grows with m.
-    PipeDream-Flush (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), as in PTD-P (arXiv:2104.04473)
-    sec. 2.2.1, fig. 4.
+    The bubble is GPipe's, but what is alive no longer grows with m. PipeDream-Flush (Narayanan+
+    2021, arXiv:2006.09503, sec. 3.2), as in PTD-P (arXiv:2104.04473) sec. 2.2.1, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
-    schedule = []
-    for rank in range(pp):
-        warmup = min(pp - rank - 1, microbatches)
-        actions = [Action(rank, "F", i) for i in range(warmup)]
-        for i in range(microbatches):  # the i-th backward
-            if warmup + i < microbatches:  # steady state; the cool-down has backwards only
-                actions.append(Action(rank, "F", warmup + i))
-            actions.append(Action(rank, "B", i))
-        schedule.append(actions)
-    return schedule
+    return [_one_f_one_b(rank, pp - rank - 1, microbatches) for rank in range(pp)]
+
+
+def _one_f_one_b(rank: int, warmup: int, microbatches: int, backward: str = "B") -> list[Action]:
+    """The list of a rank with one stage. backward: the kind of its backwards, B or I."""
+    kinds = "F", backward
+    forwards, backwards = ([Action(rank, kind, i) for i in range(microbatches)] for kind in kinds)
+    return _in_turn(forwards, backwards, warmup)
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Warm-up: so many forwards. Steady state: a forward, a backward. Cool-down: backwards."""
+    steady = forwards[warmup:]
+    turns = [action for turn in zip(steady, backwards, strict=False) for action in turn]
+    return forwards[:warmup] + turns + backwards[len(steady) :]
 
 
 def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     """1F1B with v stages per rank: rank r has the stages r, r + p, r + 2p, ... and runs p
     micro-batches through each in turn.
 
-    Bubble: (p-1)/(v m + p-1) of the step, (p-1)/(v m) of the ideal time, for v times the messages.
-    Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. Before its first backward the
-    last rank has to bring p micro-batches to its last chunk, with (v-1) p forwards. A rank d places
-    before the last needs d more forwards if messages take no time. It makes 2 d more, so that
-    messages may take time both ways. With v = 1 the warm-up is therefore twice that of
-    `one_f_one_b`: this schedule is then faster where messages take time, and up to twice as many
-    micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+ 2021, arXiv:2104.04473)
-    sec. 2.2.2, fig. 4.
+    The bubble is (p-1)/(v m + p-1) of the step, for v times the messages. A chunk is 1/v of the
+    rank's layers. Before its first backward the last rank has to bring p micro-batches to its last
+    chunk, with (v-1) p forwards. A rank d places before the last needs d more forwards if messages
+    take no time. It makes 2 d more, so that messages may take time both ways. With v = 1 the
+    warm-up is therefore twice that of `one_f_one_b`: this schedule is then faster where messages
+    take time, and up to twice as many micro-batches are alive. m must be a multiple of p. PTD-P
+    (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
@@ -139,11 +140,7 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(chunk * pp + rank, "F", i) for chunk, i in turns]
         backwards = [Action((v - 1 - chunk) * pp + rank, "B", i) for chunk, i in turns]
-        warmup = min(2 * (pp - rank - 1) + (v - 1) * pp, len(turns))
-        actions = forwards[:warmup]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            actions += (forward, backward)
-        schedule.append(actions + backwards[len(turns) - warmup :])
+        schedule.append(_in_turn(forwards, backwards, 2 * (pp - rank - 1) + (v - 1) * pp))
     return schedule
 
 
@@ -160,8 +157,8 @@ def uneven_groups(pp: int, microbatches: int) -> tuple[str, str]:
 def zb_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with a split backward: deferred weight halves fill the bubble at the end of the step.
 
-    Rank r defers r weight halves. Bubble: (p-1)(F + I - W), a third of 1F1B's where F = I = W;
-    alive: p - r and r pending, no more than on 1F1B's first rank. Zero Bubble (Qi+ 2023,
+    Rank r defers r weight halves. The bubble is a third of 1F1B's where F = I = W, and no rank has
+    more micro-batches alive or pending than 1F1B's first rank has alive. Zero Bubble (Qi+ 2023,
     arXiv:2401.10241) sec. 2.1, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
@@ -171,31 +168,26 @@ def zb_h1(pp: int, microbatches: int) -> Schedule:
 def zb_h2(pp: int, microbatches: int) -> Schedule:
     """ZB-H1 with twice the warm-up, which fills the bubble at the start of the step too.
 
-    Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
-    pending, twice 1F1B's. The ranks' steps start and end at different times, and no rank waits for
-    another one to start the next step. With clipping, or in fp16, the norm over all ranks makes
-    them wait (the paper, sec. 4, updates first and rolls back a wrong update; not done here). Zero
-    Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
+    Rank r defers 2 r weight halves. There is no bubble where F = I = W and m >= 2p - 1. The ranks'
+    steps start and end at different times, and no rank waits for another one to start the next
+    step. With clipping, or in fp16, the norm over all ranks makes them wait (the paper, sec. 4,
+    updates first and rolls back a wrong update; not done here). Zero Bubble (Qi+ 2023,
+    arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]
 
 
 def _zero_bubble(rank: int, warmup: int, delay: int, microbatches: int) -> list[Action]:
-    """One rank of 1F1B after ``warmup`` forwards; a weight half runs after the input half of the
-    micro-batch ``delay`` later.
+    """1F1B of forwards and input halves; a weight half runs after the input half of the micro-batch
+    ``delay`` later, and those that are left run at the end.
     """
-    warmup = min(warmup, microbatches)
-    actions = [Action(rank, "F", i) for i in range(warmup)]
-    for i in range(microbatches):
-        if warmup + i < microbatches:
-            actions.append(Action(rank, "F", warmup + i))
-        actions.append(Action(rank, "I", i))
-        if i >= delay:
-            actions.append(Action(rank, "W", i - delay))
-    return actions + [
-        Action(rank, "W", i) for i in range(max(microbatches - delay, 0), microbatches)
-    ]
+    weights, actions = [Action(rank, "W", i) for i in range(microbatches)], []
+    for action in _one_f_one_b(rank, warmup, microbatches, "I"):
+        actions.append(action)
+        if action.kind == "I" and action.microbatch >= delay:
+            actions.append(weights[action.microbatch - delay])
+    return actions + weights[max(microbatches - delay, 0) :]
 
 
 # What Plan(schedule="...") names.

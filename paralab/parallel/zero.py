@@ -30,7 +30,7 @@ over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``seconda
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from paralab.programs.instructions import (
     ADD,
@@ -77,9 +77,8 @@ def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
 
 def zero2(code: Code, *, alone: bool = False) -> Code:
     """A unit's gradient is reduced after each micro-batch, and this rank accumulates its shard. At
-    most one reduce-scatter is in flight: its result is added before the next one starts.
-
-    alone  states are not sharded (one rank per group): the gradient itself is added
+    most one reduce-scatter is in flight: its result is added before the next one starts. ``alone``
+    as in `zero1`.
     """
     new_code: Code = []
     completed_at, pending_adds, seen = completed(code, per_microbatch=True), [], set()
@@ -122,53 +121,54 @@ def gather_updated(code: Code) -> Code:
 def zero3(
     code: Code,
     prefetch: int,
-    visit: Callable[[Instr, int], tuple[object, object]],
+    run: Callable[[Instr], object],
+    once: Container[int] = (),
     *,
-    fetch: Callable[[int, int], tuple[Code, bool]] | None = None,
+    alone: bool = False,
+    fetch: Callable[[int, Value], Code] | None = None,
 ) -> Code:
     """A unit's parameters are gathered for each use, at most ``prefetch`` units before the use.
 
-    visit  called with an instruction and a unit that it reads; returns two keys, (run, visit). Uses
-           with the same visit share one gather, and a gather is moved ahead only within its run.
-           Both keys stand for one action of the schedule, in a relay for more
-    fetch  for parameters that live off the device: called with a unit and the number of its gather;
-           returns the copies that fetch this rank's shard, and whether it must then be gathered. If
-           so, the copies start one unit earlier than the gather
+    run    key of an instruction: uses in one run share a gather, which is moved ahead only within
+           its run. A run is an action of the schedule, in a relay all forwards or all backwards
+    once   units of which all runs share one gather
+    alone  states are not sharded (one rank per group): what is fetched is not gathered
+    fetch  for parameters that live off the device: the copies that bring this rank's shard of a
+           unit to the device, as the value given. They start one unit earlier than the gather
     """
+
+    def visit(ins: Instr, u: int) -> tuple[object, int]:
+        return None if u in once else run(ins), u
+
     runs: dict[object, dict[int, int]] = defaultdict(dict)  # run -> {unit: position of first use}
     for position, ins in enumerate(code):
         for v in ins.reads if ins.op in COMPUTE else ():
             if v[0] == "w":
-                run, _ = visit(ins, v[1])
-                runs[run].setdefault(v[1], position)
-    version: dict[tuple[object, int], int] = {}  # (visit, unit) -> number of the gather
+                runs[run(ins)].setdefault(v[1], position)
+    version: dict[tuple[object, int], int] = {}  # visit -> number of the gather
     copies_before, gathers_before = defaultdict(list), defaultdict(list)  # position -> instructions
     for uses in runs.values():
         positions = list(uses.values())
         for index, (u, position) in enumerate(uses.items()):
-            _, key = visit(code[position], u)
-            if (key, u) in version:
+            if (key := visit(code[position], u)) in version:
                 continue
-            number = version[key, u] = len(version) + 1
-            source, must_gather = ("shard", u, 0), True
+            number = version[key] = len(version) + 1
+            source, w = ("shard", u, 0), ("w", u, number)
             if fetch is not None:
-                copies, must_gather = fetch(u, number)
-                source = copies[-1].writes[0]
-                ahead = prefetch + 1 if must_gather else prefetch
-                copies_before[positions[max(0, index - ahead)]] += copies
-            if must_gather:
-                gather = _gather(u, source, ("w", u, number), code[positions[0]].mb)
+                source = w if alone else ("piece", u, number)
+                ahead = prefetch + (not alone)
+                copies_before[positions[max(0, index - ahead)]] += fetch(u, source)
+            if source != w:
+                gather = _gather(u, source, w, code[positions[0]].mb)
                 gathers_before[positions[max(0, index - prefetch)]].append(gather)
     new_code: Code = []
     for position, ins in enumerate(code):
         new_code += copies_before[position] + gathers_before[position]
         if ins.op in COMPUTE:
-            ins = ins._replace(
-                reads=tuple(
-                    ("w", v[1], version[visit(ins, v[1])[1], v[1]]) if v[0] == "w" else v
-                    for v in ins.reads
-                )
+            reads = (
+                ("w", v[1], version[visit(ins, v[1])]) if v[0] == "w" else v for v in ins.reads
             )
+            ins = ins._replace(reads=tuple(reads))
         new_code.append(ins)
     return new_code
 

@@ -53,21 +53,22 @@ from paralab.spec.forms import form_name
 def check(program: Program) -> None:
     """Raise ``ValueError`` for the first violation."""
     refusals = [Refusal(program, pp) for pp in range(len(program.codes))]
-    for pp, (code, refuse) in enumerate(zip(program.codes, refusals, strict=True)):
-        if code:
-            _schedule(program, pp, code, refuse)
-            _gradients(program, pp, code, refuse)
-            _lifetimes(program, pp, code, refuse)
-            Sums(program, pp, code, refuse).check()
+    for refuse in refusals:
+        if refuse.code:
+            _schedule(refuse)
+            _gradients(refuse)
+            _lifetimes(refuse)
+            Sums(refuse).check()
     if all(program.codes):
         _order(program, refusals)
 
 
 # ---- schedule ------------------------------------------------------------------------------------
-def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
+def _schedule(refuse: Refusal) -> None:
     """The list computes what the schedule asks for. Only a weight half that was split off to hide a
     message may run later than its input half.
     """
+    program, pp, code = refuse.program, refuse.pp, refuse.code
     ops = program.model.ops
     scheduled = skeleton(program.spec, program.plan, program.model, only=pp)[pp]
     is_call = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
@@ -104,10 +105,11 @@ def _computed(code: Code) -> Iterator[tuple[str, int, int, int]]:
             yield from ((kind, at, ins.mb, position) for at in ops)
 
 
-def _gradients(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
+def _gradients(refuse: Refusal) -> None:
     """Backward adds to the gradient of every parameter of its ops, and to no other."""
-    unit_of = {name: u for u, unit in enumerate(program.units[pp]) for name in unit.names}
-    for position, ins in enumerate(code):
+    program, units = refuse.program, refuse.program.units[refuse.pp]
+    unit_of = {name: u for u, unit in enumerate(units) for name in unit.names}
+    for position, ins in enumerate(refuse.code):
         if ins.op in ADDS_GRADIENTS:
             of_ops = program.model.of_op[slice(*ins.at)]
             expected = Counter({unit_of[name]: 1 for names in of_ops for name in names})
@@ -120,8 +122,8 @@ def _gradients(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
 
 
 # ---- lifetimes -----------------------------------------------------------------------------------
-def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
-    names = refuse.names
+def _lifetimes(refuse: Refusal) -> None:
+    program, pp, code, names = refuse.program, refuse.pp, refuse.code, refuse.names
     alive, freed = set(program.lasting(pp)), set()
     if program.plan.zero_stage in (1, 2):  # the shard is a part of w
         alive |= {("shard", u, 0) for u in range(len(program.units[pp]))}

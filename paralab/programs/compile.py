@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from paralab.checks import choice
 from paralab.model.build import build
@@ -124,15 +125,12 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     )
     if stage in (1, 2) and not alone:
         yield zero.gather_updated
-    visit = visits(program, rank)
+    run = runs(program)
     if stage == 3:
-
-        def fetch(u: int, number: int) -> tuple[Code, bool]:
-            into = ("w" if alone else "piece", u, number)
-            return offload.fetch(tiers.parameters, u, into), not alone
-
-        fetches = fetch if tiers and tiers.parameters != "device" else None
-        yield lambda code: zero.zero3(code, plan.prefetch, visit, fetch=fetches)
+        once = units_of_head(program, rank) if plan.relays else ()
+        fetched = tiers and tiers.parameters != "device"
+        fetch = partial(offload.fetch, tiers.parameters) if fetched else None
+        yield lambda code: zero.zero3(code, plan.prefetch, run, once, alone=alone, fetch=fetch)
     if plan.secondary_shard:
         yield zero.second_copy
     if measured:
@@ -141,28 +139,25 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
         has_states, has_master = rows(program) > 0, own_master(plan)
         yield offload.Update(tiers=tiers, states=has_states, master=has_master, mixed=mixed)
     if tiers and tiers.activations != "device":
-        yield lambda code: offload.inputs(code, tiers.activations, lambda ins: visit(ins, -1)[0])
+        yield lambda code: offload.inputs(code, tiers.activations, run)
 
 
-def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, object]]:
-    """The argument ``visit`` of `zero.zero3`: (run, visit) of an instruction and a unit.
-
-    Both keys are the instruction's action of the schedule. In a relay a run is all forwards or all
-    backwards, and so is a visit, except that the units the head uses (a tied embedding too) are
-    gathered once for both, because the head's backward follows its forward at once.
-    """
-    model, units = program.model, program.units[rank]
+def runs(program: Program) -> Callable[[Instr], object]:
+    """The argument ``run`` of `zero.zero3` and `offload.inputs`."""
     stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}
-    _, i, j = model.parts[-1]
-    of_head = {name for names in model.read_by[i:j] for name in names}
-    stays = {u for u, unit in enumerate(units) if not of_head.isdisjoint(unit.names)}
 
-    def visit(ins: Instr, unit: int) -> tuple[object, object]:
+    def run(ins: Instr) -> object:
         back = ins.op in BACKWARDS or ins.op == RECOMPUTE
-        if program.plan.relays:
-            second_visit = back and unit not in stays
-            return back, second_visit
-        action = back, ins.mb, stage_of[ins.at[0]]
-        return action, action
+        return back if program.plan.relays else (back, ins.mb, stage_of[ins.at[0]])
 
-    return visit
+    return run
+
+
+def units_of_head(program: Program, rank: int) -> set[int]:
+    """The units that the head uses, a tied embedding too. In a relay they are gathered once for
+    forward and backward, because the head's backward follows its forward at once.
+    """
+    model, (_, i, j) = program.model, program.model.parts[-1]
+    of_head = {name for names in model.read_by[i:j] for name in names}
+    units = enumerate(program.units[rank])
+    return {u for u, unit in units if not of_head.isdisjoint(unit.names)}

@@ -23,10 +23,8 @@ ROWS = 3  # rows of single ranks; the row after them stands for all ranks togeth
 
 
 def in_flight(c: Any) -> Array:
-    """The most micro-batches alive on a rank, counting v chunks as one.
-
-    naive 1, gpipe m, 1f1b p - r, interleaved (2 (p-r-1) + (v-1) p + 1) / v chunks
-    zb-h1 p - r, zb-h2 2 (p-r) - 1; never more than m. PTD-P, arXiv:2104.04473, sec. 2.2
+    """The most micro-batches alive on a rank, counting v chunks as one: the second column of the
+    table in parallel/schedules.py.
     """
     left, all_of_them = c.p - c.at, c.m + 0 * c.at
     chunks = (2 * (left - 1) + (c.v - 1) * c.p + 1) / c.v

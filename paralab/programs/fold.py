@@ -24,14 +24,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from paralab.parallel.lowering import Transfer
-from paralab.parallel.schedules import Action
 from paralab.programs.actions import OF_MICROBATCH, mark, numbered
 from paralab.programs.compile import passed
 from paralab.programs.derive import derived
-from paralab.programs.instructions import CALL, MESSAGES, RECEIVE, SEND, WAIT, Code, Instr
+from paralab.programs.instructions import (
+    ACTIONS,
+    CALL,
+    MESSAGES,
+    RECEIVE,
+    SEND,
+    WAIT,
+    Code,
+    Instr,
+    compute,
+    message,
+)
 from paralab.programs.program import Program
-from paralab.programs.skeleton import instruction, stage_parts
+from paralab.programs.skeleton import stage_parts
 from paralab.spec import Plan
 from paralab.theory.order import CODE
 
@@ -114,24 +123,19 @@ def lists(program: Program, rank: int) -> Lists:
 
 def _few(program: Program, rank: int) -> Code:
     """A rank's skeleton for `FEW` micro-batches, with a mark before each action."""
-    plan, code = program.plan, []
+    plan, stages, code = program.plan, program.stages, []
     letters = {action.kind for action in plan.actions()[rank]}
-    own_stages = range(rank, plan.stages, plan.pp)
-
-    def add(step: Action | Transfer) -> None:
-        code.append(instruction(step, program.stages, len(program.model.ops)))
-
     for k in range(FEW):
         for letter in (known for known in CODE if known in letters):
-            what, later = ("F", 1) if letter == "F" else ("B", -1)
-            for s in own_stages[::later]:
+            state, later = ("x", 1) if letter == "F" else ("g", -1)
+            for s in range(rank, plan.stages, plan.pp)[::later]:
                 before, after = s - later, s + later
                 if letter != "W" and 0 <= before < plan.stages:
-                    add(Transfer("recv", what, s, k, before % plan.pp))
+                    code.append(message(RECEIVE, state, stages[s], k, before % plan.pp))
                 code.append(mark((letter, s // plan.pp, k)))
-                add(Action(s, letter, k))
+                code.append(compute(ACTIONS[letter], *stages[s], k, len(program.model.ops)))
                 if letter != "W" and 0 <= after < plan.stages:
-                    add(Transfer("send", what, s, k, after % plan.pp))
+                    code.append(message(SEND, state, stages[s], k, after % plan.pp))
     return [*code, mark(END)]
 
 
@@ -144,16 +148,8 @@ def _plain(ins: Instr) -> Instr:
 
 
 def first_alike(program: Program) -> list[int]:
-    """Per pipeline rank the first rank of the same kind."""
-    names, plan = stage_parts(program.spec, program.plan), program.plan
-    first_of_kind = {}
-    return [
-        first_of_kind.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
-        for rank in range(plan.pp)
-    ]
-
-
-def _alike(parts: tuple[str, ...]) -> tuple[bool, int, bool]:
-    """(has the embedding, number of blocks, has the head): equal for stages of one kind."""
-    ends = parts[0] == "embedding", parts[-1] == "head"
-    return ends[0], len(parts) - sum(ends), ends[1]
+    """Per pipeline rank the first rank of the same kind, with as many blocks in its stages."""
+    pp, names = program.plan.pp, stage_parts(program.spec, program.plan)
+    alike = [[name.partition(".")[0] for name in parts] for parts in names]
+    kinds = [alike[rank::pp] for rank in range(pp)]
+    return [kinds.index(kind) for kind in kinds]

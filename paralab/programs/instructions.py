@@ -153,6 +153,17 @@ def compute(
     return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())
 
 
+def message(op: str, state: str, stage: Range, k: int, peer: int) -> Instr:
+    """The SEND or RECEIVE of a state, "x", or of its gradient, "g", by a stage with ops (i, j).
+    peer: pipeline rank at the other end.
+    """
+    i, j = stage
+    border = j if (state == "x") == (op == SEND) else i  # a state leaves at j, a gradient at i
+    v = (state, border, k)
+    reads, writes = ((v,), (("sent", v[:2], k),)) if op == SEND else ((), (v,))
+    return Instr(op, border, k, -1, reads, writes, "pp", peer, "activations")
+
+
 def keeps(ins: Instr) -> bool:
     """Whether a FORWARD or a RECOMPUTE saves anything for backward."""
     return any(v[0] == "saved" for v in ins.writes)

@@ -136,23 +136,21 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             units = f"units are 0 to {len(program.units[pp]) - 1}"
             return f"names {v!r}, which is not a value", f"(kind, where, version); {units}"
-    if ins.op in COMPUTE and not isinstance(ins.at, tuple):
+    if ins.op in COMPUTE and not _is_range(ins.at, len(program.model.ops)):
         return f"has at={ins.at!r}, not a range of ops", "at=(i, j); a pass does not change compute"
     if ins.op == WAIT and not ins.reads:
         return "waits for nothing", "wait(call)"
     counts = len(ins.reads), len(ins.writes)
-    shared = sums_shared(ins)
-    if shared and ins.at not in program.shared(pp, None):
-        legal = ", ".join(map(str, program.shared(pp, None))) or "none in this plan"
-        return f"has at={ins.at!r}, over which ranks share no gradients", f"at of these: {legal}"
+    shared, shares = sums_shared(ins), program.shared(pp, None)
     if shared:  # one message; ranks and predictions look its contents up by axis and phase
+        if ins.at not in shares:
+            legal = "at of these: " + (", ".join(map(str, shares)) or "none in this plan")
+            return f"has at={ins.at!r}, over which ranks share no gradients", legal
         kind = "gshard" if plan.zero_stage else "grad"
-        expected = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
+        expected = {(kind, share.unit, 0) for share in shares[ins.at]}
         if set(ins.reads) != expected:
-            return (
-                f"does not sum all gradients that the ranks of {ins.lane!r} share",
-                f"one sum of all {len(expected)}, in place",
-            )
+            why = f"does not sum all gradients that the ranks of {ins.lane!r} share"
+            return why, f"one sum of all {len(expected)}, in place"
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
         fits = counts[0] == 1  # what a tp rank gathers may be saved for backward too
@@ -174,3 +172,9 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         read, written = MOVES[ins.op]
         return f"reads {counts[0]} values and writes {counts[1]}", f"{read} read, {written} written"
     return None
+
+
+def _is_range(at: Any, n: int) -> bool:
+    """Whether ``at`` are ops (i, j) of a model of n ops."""
+    is_pair = isinstance(at, tuple) and list(map(type, at)) == [int, int]
+    return is_pair and 0 <= at[0] < at[1] <= n

@@ -87,11 +87,9 @@ def plan_search(
                   recomputation, and offload where the cluster states its links. Other fields keep
                   their defaults in `Plan`; so precision is fp32
 
-    Estimates rank plans as the simulation does (rank correlation 0.97 and more in
-    tests/test_search.py). Time and memory of the simulated plans are those of `pl.predict`; any
-    other plan fits if its estimate leaves a tenth to spare. Returns a `Search`, whose ``best`` is a
-    `Plan`. Raises ValueError if no plan is legal or none fits, then with the smallest memory that a
-    plan needs and what would help.
+    Time and memory of the simulated plans are those of `pl.predict`, and estimates rank plans as
+    these do (rank correlation 0.97 and more in tests/test_search.py). Raises ValueError if no plan
+    is legal or none fits, then with the smallest memory that a plan needs and what would help.
     """
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)
@@ -186,22 +184,20 @@ class Search:
         seconds to compile come last, and only if no other fits.
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
-        first = order[: most or max(3 * top, NEAR)].tolist()
-        slow = {at for at in first if self._is_slow(self.plans[at])}
-        for at in sorted(first, key=slow.__contains__):
+        plans = {at: self.plans[at] for at in order[: most or max(3 * top, NEAR)].tolist()}
+        rows = {at: rows_of_a_pipeline(self.model, plan) for at, plan in plans.items()}
+        slow = {at for at, plan in plans.items() if rows[at] > LARGE and not folds(plan)}
+        for at in sorted(plans, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
                 return
             if not exhaustive and fitting >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
-            totals = Totals(self.model, self.plans[at], self.cluster, self.optimizer)
+            totals = Totals(self.model, plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = totals.seconds(), totals.peak
             self.serial[at] = totals.seconds(overlap=False)
             self.fits[at] = self.memory[at] <= self.memory_limit
             if self.fits[at]:
                 fitting, fastest = fitting + 1, min(fastest, self.simulated[at])
-
-    def _is_slow(self, plan: Plan) -> bool:
-        return not folds(plan) and rows_of_a_pipeline(self.model, plan) > LARGE
 
     @property
     def devices(self) -> int:

@@ -6,17 +6,11 @@ own schedule; parallel/lowering.py adds the messages in an order that cannot dea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from paralab.model.build import Model
 from paralab.parallel.partition import partition
-from paralab.parallel.schedules import Action, relay
-from paralab.programs.instructions import ACTIONS, RECEIVE, SEND, Code, Instr, compute
+from paralab.parallel.schedules import relay
+from paralab.programs.instructions import ACTIONS, MESSAGES, RECEIVE, SEND, Code, compute, message
 from paralab.spec import ModelSpec, Plan
-
-if TYPE_CHECKING:
-    from paralab.parallel.lowering import Transfer
 
 
 def stage_parts(spec: ModelSpec, plan: Plan) -> list[tuple[str, ...]]:
@@ -39,23 +33,21 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
     if plan.relays:
         actions = relay(len(model.parts), plan.microbatches)
         return [[compute(ACTIONS[kind], *model.parts[s][1:], k, n) for s, kind, k in actions]]
-    rows = plan.actions()
-    if plan.pp > 1:
-        # Imported late, because it imports NumPy, which `import paralab` does not load.
-        from paralab.parallel.lowering import lower
+    # Imported late, because they import NumPy, which `import paralab` does not load.
+    from paralab.parallel import lowering
+    from paralab.theory.order import CODE, F, order
 
-        rows = lower(rows, only=only)
-    stages = stage_ranges(spec, plan, model)
-    return [[instruction(step, stages, n) for step in actions] for actions in rows]
-
-
-def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: int) -> Instr:
-    """The instruction of an action or a transfer. stages: ops (i, j) of each, of n ops in all."""
-    if isinstance(step, Action):
-        return compute(ACTIONS[step.kind], *stages[step.stage], step.microbatch, n)
-    border = stages[min(step.stage, step.other_stage)][1]
-    v = ("x" if step.what == "F" else "g", border, step.microbatch)
-    op, reads, writes = RECEIVE, (), (v,)
-    if step.kind == "send":
-        op, reads, writes = SEND, (v,), (("sent", v[:2], v[2]),)
-    return Instr(op, v[1], v[2], -1, reads, writes, "pp", step.peer, "activations")
+    steps = lowering.lowered(order(plan.actions(), plan.stages, plan.microbatches))
+    op_of = {CODE[letter]: op for letter, op in ACTIONS.items()}
+    op_of |= {lowering.SEND: SEND, lowering.RECV: RECEIVE}
+    stages, codes = stage_ranges(spec, plan, model), [[] for _ in range(plan.pp)]
+    for r in range(plan.pp) if only is None else [only]:
+        own_steps = slice(steps.first[r], steps.first[r + 1])
+        columns = (column[own_steps].tolist() for column in steps[1:])
+        for kind, what, s, k, peer in zip(*columns, strict=True):
+            op = op_of[kind]
+            if op in MESSAGES:
+                codes[r].append(message(op, "x" if what == F else "g", stages[s], k, peer))
+            else:
+                codes[r].append(compute(op, *stages[s], k, n))
+    return codes

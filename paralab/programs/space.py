@@ -105,7 +105,9 @@ def space(
     ]
     plans = Space(model, {"tp": tried["tp"]}, {"tp": np.arange(len(tried["tp"]))})
     for name in tuple(tried)[1:]:
-        if name == "microbatches":  # no choice: their number follows from what has been chosen
+        # No choice: their number follows from what has been chosen, and among the divisors of a
+        # large batch there would be too many plans to choose from.
+        if name == "microbatches":
             wanted = global_batch // (plans.dp * plans.microbatch_size)
             plans, rules_left = _sifted(plans.given(name, tried[name], wanted), rules_left)
             continue

@@ -38,7 +38,6 @@ from paralab.programs.instructions import (
     RESCALE,
     UPDATE,
     WAIT,
-    Code,
     Instr,
     Value,
     sums_shared,
@@ -66,7 +65,8 @@ class Refusal:
     """
 
     def __init__(self, program: Program, pp: int) -> None:
-        self.names, self.code = Names(program, pp), program.codes[pp]
+        self.program, self.pp, self.code = program, pp, program.codes[pp]
+        self.names = Names(program, pp)
         self.of = f" of pipeline rank {pp}" * (program.plan.pp > 1)
 
     def __call__(self, position: int, why: str, legal: str) -> ValueError:
@@ -80,22 +80,21 @@ class Refusal:
 class Sums:
     """The check of one pipeline rank's list."""
 
-    def __init__(self, program: Program, pp: int, code: Code, refuse: Refusal) -> None:
-        self.program, self.pp, self.code, self.refuse = program, pp, code, refuse
+    def __init__(self, refuse: Refusal) -> None:
+        self.refuse, self.program, self.code = refuse, refuse.program, refuse.code
         self.names, self.parameters = refuse.names, refuse.names.parameters
-        self.partial_at_first = after_backward(program, pp)
+        self.partial_at_first = after_backward(refuse.program, refuse.pp)
         self.partial: dict[Value, frozenset[Axis]] = {}  # axes over which each value is partial now
         self.contents: dict[Value, Counter[Added]] = {}  # what backward has added, and how often
         self.whole: dict[int, Counter[Added]] = {}  # unit -> all that its gradient has to contain
         self.last: dict[int, int] = {}  # unit -> position of the last addition to its gradient
-        for position, ins in enumerate(code):
+        for position, ins in enumerate(self.code):
             for v in ins.writes if ins.op in ADDS_GRADIENTS else ():
                 if v[0] == "grad":
                     self.last[v[1]] = position
                     self.whole.setdefault(v[1], Counter())[v[1], ins.at, ins.mb] += 1
         # Wrong contents; raised last, since an unread gradient may be the better explanation.
         self.wrong_contents: ValueError | None = None
-        self.added_at: dict[int, int] = {}  # unit -> position of the latest addition so far
         self.unread: dict[Value, int] = {}  # gradient -> position where it was written
         self.updated: Counter[int] = Counter()
         self.stale: dict[int, int] = {}  # unit -> position where each rank updated a shard of it
@@ -105,7 +104,7 @@ class Sums:
         for position, ins in enumerate(self.code):
             if ins.op != WAIT:
                 self._follow(position, ins)
-        for unit in self.added_at:
+        for unit in self.last:
             if self.updated[unit] != 1:
                 why = f"{self.parameters(unit)} is updated {self.updated[unit]} times"
                 raise self.refuse(len(self.code), why, "one UPDATE of each unit with a gradient")
@@ -141,7 +140,9 @@ class Sums:
             if is_gradient(v):  # otherwise it reads "host.norm"
                 self._require_contents(position, v, v[1])
         if ins.op == NORM and not ins.lane:  # on the lane "host" it is the norm of one unit
-            self._require_all_units(position, ins)
+            if missing := self.last.keys() - {v[1] for v in ins.reads}:
+                why = f"does not read the gradient of {self.parameters(min(missing))}"
+                raise self.refuse(position, why, "one NORM of all gradients")
             self.partial[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
@@ -164,11 +165,15 @@ class Sums:
         if not is_gradient(v):
             why = f"{self.names.value(v)} is a partial sum: it is not summed {over_ranks}"
             raise self.refuse(position, why, f"{call} before this position")
-        at = self.added_at[v[1]]
-        why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so "
+        at = self.last[v[1]]
+        # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
+        own = "tokens" if lane.startswith("tp") else "samples"
+        then = f"every rank would train on its own {own} only"
+        then = "its two copies would become different" if lane == "ends" else then
+        why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so {then}"
         last = self.names.instruction(self.code[at])
         legal = f"{call} after position {at}, {last!r}, which adds to it last"
-        raise self.refuse(position, why + _without(lane), legal)
+        raise self.refuse(position, why, legal)
 
     def _require_contents(self, position: int, v: Value, unit: int) -> None:
         """``v`` has to be the unit's gradient, with the summand of each micro-batch once."""
@@ -189,13 +194,6 @@ class Sums:
             position, f"{why}{contents[wrong]} times", legal + "of parts without overlap"
         )
 
-    def _require_all_units(self, position: int, ins: Instr) -> None:
-        """The norm has to be that of all gradients."""
-        missing = self.whole.keys() - {v[1] for v in ins.reads}
-        if missing:
-            why = f"does not read the gradient of {self.parameters(min(missing))}"
-            raise self.refuse(position, why, "one NORM of all gradients")
-
     def _require_norm(self, position: int, ins: Instr) -> None:
         """An update has to read the norm if gradients are clipped or scaled."""
         scaled = self.program.plan.precision == "fp16"
@@ -211,7 +209,6 @@ class Sums:
             self.partial[v] = after_compute(self.program.model, ins, v)
             return
         unit = v[1]
-        self.added_at[unit] = position
         self.contents.setdefault(v, Counter())[unit, ins.at, ins.mb] += 1
         at_first = self.partial_at_first[unit]
         if self.partial.setdefault(v, at_first) != at_first:
@@ -285,16 +282,6 @@ def after_compute(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
 def is_gradient(v: Value) -> bool:
     """Whether a value is a gradient or a shard of one, on any tier."""
     return v[0].rpartition(".")[2] in GRADIENTS
-
-
-def _without(lane: str) -> str:
-    """The consequence of never summing a gradient over this axis."""
-    if lane == "ends":
-        return "its two copies would become different"
-    # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
-    return (
-        f"every rank would train on its own {'tokens' if lane.startswith('tp') else 'samples'} only"
-    )
 
 
 def _lane(axis: Axis) -> str:

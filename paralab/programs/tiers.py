@@ -24,30 +24,21 @@ from typing import Any, NamedTuple
 from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
 
 BUFFERS = 2  # of a ring
-_PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}
-_IN_RINGS = {
+PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}  # of a value's kind, by its place
+_RINGS = {
     # A later micro-batch's gradient, the sum so far, and parameters being fetched from a file.
-    "staging": ("part", "sum", "piece"),
+    **dict.fromkeys(("host.part", "host.sum", "host.piece"), "staging"),
     # Operands of an update that live in files or on the device, not on the host.
-    "gradient": ("gshard",),
-    "states": ("opt",),
-    "parameters": ("shard",),
-    "inputs": ("x", "back"),  # only if they live in files
+    **{"host.gshard": "gradient", "host.opt": "states", "host.shard": "parameters"},
+    **dict.fromkeys(("host.x", "host.back"), "inputs"),  # only if they live in files
 }
-_RINGS = {f"host.{kind}": name for name, kinds in _IN_RINGS.items() for kind in kinds}
 GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters
-_CATEGORIES = {
-    "gradients": GRADIENTS,
-    "parameters": ("w", "shard", "piece"),
-    "activations": ("x", "back"),
-    "optimizer": ("opt", "count", "norm"),
+_CATEGORY = {
+    **dict.fromkeys(GRADIENTS, "gradients"),
+    **dict.fromkeys(("w", "shard", "piece"), "parameters"),
+    **dict.fromkeys(("x", "back"), "activations"),
+    **dict.fromkeys(("opt", "count", "norm"), "optimizer"),
 }
-_CATEGORY = {kind: name for name, kinds in _CATEGORIES.items() for kind in kinds}
-
-
-def prefix(place: str) -> str:
-    """The prefix of a value's kind on "device", "cpu" or "nvme": "", "host." or "file."."""
-    return _PREFIX[place]
 
 
 def own_master(plan: Any) -> bool:
@@ -111,11 +102,11 @@ def lasting(program: Any, rank: int) -> Iterator[Value]:
     yield from (("host.ring", name, 0) for name in rings(program, rank))
     for u in range(len(program.units[rank]) if tiers is not None and tiers.states else 0):
         if tiers.parameters != "device":
-            yield prefix(tiers.parameters) + "shard", u, 0
+            yield PREFIX[tiers.parameters] + "shard", u, 0
         if tiers.gradients != "device":
-            yield prefix(tiers.gradients) + "gshard", u, 0
+            yield PREFIX[tiers.gradients] + "gshard", u, 0
         if rows(program):
-            yield prefix(tiers.optimizer) + "opt", u, 0
+            yield PREFIX[tiers.optimizer] + "opt", u, 0
         yield from (("host.count", u, 0), ("host.norm", u, 0))
 
 

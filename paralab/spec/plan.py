@@ -192,12 +192,11 @@ class Plan(Description):
         """
         at = self.place(rank)
         if isinstance(axis, str) and axis.startswith("tp:"):
-            from paralab.parallel.layouts import groups, mode_of
+            from paralab.parallel.layouts import group, mode_of
 
             choice("axis", axis, tuple(mode_of(self).axes))
-            group = self.ranks("tp", rank)
-            indices = next(candidate for candidate in groups(self, axis) if at.tp in candidate)
-            return tuple(group[index] for index in indices)
+            first = rank - at.tp
+            return tuple(first + index for index in group(self, axis, at.tp))
         n, tp = self.shard_degree, self.tp
         second = self.secondary_shard or n
         axes = {  # the index of the rank in its group, the group's size, the step between members
