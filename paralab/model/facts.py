@@ -38,6 +38,7 @@ class Facts(NamedTuple):
     keeps         bytes saved for backward in addition to input, parameters, buffers and result
     keeps_result  whether the result is saved too
     frees_result  bytes by which backward's peak is lower if nothing else holds that result
+    retyped       names of the parameters that forward views as another type, say as complex numbers
     passes        whether the result shares the input's storage; whether the input's gradient shares
                   that of the result's gradient
     constant      bytes of the buffers
@@ -50,6 +51,7 @@ class Facts(NamedTuple):
     keeps: int
     keeps_result: bool
     frees_result: int
+    retyped: frozenset[str]
     passes: tuple[bool, bool]
     constant: int
     scratch: tuple[int, int]
@@ -74,14 +76,14 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
     saved: dict[int, Any] = {}  # {address: weak reference to a storage}: backward frees them
-    in_backward, weight_storages = False, set[int]()
+    in_backward, weights = False, dict[int, str]()  # {address of a weight's storage: its name}
     changed: list[Any] = []  # shapes of saved tensors that forward changed in place afterwards
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
         # A weight is emptied before backward, see below, so save another tensor on its storage.
-        own = tensor.detach() if storage._cdata in weight_storages else tensor
+        own = tensor.detach() if storage._cdata in weights else tensor
         return own, tensor._version
 
     def unpack(packed: Any) -> Any:  # torch does not compare versions of what a hook has saved
@@ -96,12 +98,12 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             tensors = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
             parameters = [p.requires_grad_() for p in tensors.values()]
+            weights.update({p.untyped_storage()._cdata: n for n, p in tensors.items()})
             for parameter in module.parameters():  # a rank's module has none of its own either
                 parameter.data = parameter.new_empty(0)
             for local, b in module.named_buffers():
                 tensors[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(tensors.values())[len(parameters) :]
-            weight_storages.update(p.untyped_storage()._cdata for p in parameters)
             versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
             with saved_tensors_hooks(pack, unpack), counter:
@@ -116,6 +118,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
                 result_bytes = 0 if passes_input else result.nbytes()
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
+                retyped = frozenset(weights[at] for at in weights.keys() & counter.retyped)
                 keeps_result = result._cdata in kept
                 del kept
                 edge, g = get_gradient_edge(y), torch.empty_like(x)
@@ -180,7 +183,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
     scratch = forward_scratch, counter.with_result - grad_bytes
     frees, passes = counter.with_result - counter.peak, (passes_input, passes_grad)
-    return Facts(keeps, keeps_result, frees, passes, constant, scratch, forward, counter.work)
+    backward = counter.work
+    return Facts(keeps, keeps_result, frees, retyped, passes, constant, scratch, forward, backward)
 
 
 def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
@@ -251,6 +255,7 @@ def _counter() -> Any:
     tensors that they made, in backward less the bytes alive at its start; ``with_result`` the same
     if forward's result were never freed.
     """
+    import torch
     from torch.utils.flop_counter import flop_registry
 
     from paralab.instruments.memory import Storages, tensors
@@ -262,6 +267,7 @@ def _counter() -> Any:
             super().__init__("cpu")
             self.work, self.peak, self.with_result = Work(), 0, 0
             self.is_result, self.result = False, None
+            self.retyped = set[int]()  # addresses of storages that were viewed as another type
             self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
         def backward(self, result: Any) -> None:
@@ -283,6 +289,8 @@ def _counter() -> Any:
             self.peak = max(self.peak, self.live)
             gone = self.result[1] if self.result and self.result[0]() is None else 0
             self.with_result = max(self.with_result, self.live + gone)
+            if func._overloadname == "dtype" or func is torch.ops.aten.view_as_complex.default:
+                self.retyped.add(args[0].untyped_storage()._cdata)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed
