@@ -149,7 +149,7 @@ def values(
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):
-        _, most = fields[name].metadata["range"]
+        most = fields[name].metadata["check"].keywords["at_most"]
         tried[name] = tuple(n for n in _divisors(global_batch) if n <= most)
     tried |= {name: (usual[name],) for name in usual if name not in (*tried, *TRIED)} | TRIED
     tried["virtual_stages"] = tuple(2**k for k in range(model.layers.bit_length()))

@@ -8,15 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from paralab.checks import Description, choice, count, flag, illegal, real
+from paralab.checks import Description, checked, choice, count, flag, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
 TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
 # By precision. AdamW also keeps a 4-byte master copy of 16-bit parameters.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_WEIGHTS = 2**52  # layers * hidden^2; 12 weights of up to 16 bytes each, counted in 63 bits
+
+
+def _probability(name: str, value: Any) -> float:
+    probability = real(name, value)
+    if not 0.0 <= probability < 1.0:
+        raise illegal(name, value, "not a probability below 1", "from 0 to below 1")
+    return probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +55,12 @@ class ModelSpec(Description):
     seq_len: int = count(at_most=2**24)
     vocab: int = count(256, at_most=2**24)
     tied: bool = flag(True)
-    dropout: float = 0.0
-    attention: str | None = None
-    block: Callable[[ModelSpec], Any] | None = None
+    dropout: float = checked(_probability, 0.0)
+    attention: str | None = checked(partial(choice, options=("explicit", "sdpa", None)), None)
+    block: Callable[[ModelSpec], Any] | None = checked(check_block, None)
 
     def __post_init__(self) -> None:
-        self.check_fields()
+        super().__post_init__()
         if self.layers * self.hidden**2 > MAX_WEIGHTS:
             most = math.isqrt(MAX_WEIGHTS // self.layers)
             why = f"{self.layers} such layers have too many parameters to count in 63 bits"
@@ -61,12 +69,6 @@ class ModelSpec(Description):
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
             why = f"hidden={self.hidden} is not divisible by it"
             raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
-        dropout = real("dropout", self.dropout)
-        if not 0.0 <= dropout < 1.0:
-            raise illegal("dropout", self.dropout, "not a probability below 1", "from 0 to below 1")
-        object.__setattr__(self, "dropout", dropout)
-        choice("attention", self.attention, ("explicit", "sdpa", None))
-        check_block(self.block)
 
     def resolved(self, *, gpus: bool) -> ModelSpec:
         """This model with ``attention`` set: None becomes "sdpa" on GPUs, and "explicit" on

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paralab.checks import Description, choice, count, flag, instance, one_of, whole
+from paralab.checks import Description, checked, choice, count, flag, instance, one_of, whole
 from paralab.parallel.schedules import RELAY, Action
 from paralab.spec.forms import (
     OWN_FORM,
@@ -101,7 +101,7 @@ class Plan(Description):
     dp: int = count(1, at_most=2**20)
     tp: int = count(1, at_most=2**20)
     pp: int = count(1, at_most=2**20)
-    schedule: Any = "1f1b"
+    schedule: Any = checked(check_schedule, "1f1b")
     microbatches: int = count(1, at_most=2**20)
     microbatch_size: int = count(2, at_most=2**20)
     virtual_stages: int = count(1, at_most=2**20)
@@ -109,7 +109,7 @@ class Plan(Description):
     shard: int | None = count(None, at_most=2**20)
     sequence_parallel: bool = flag(False)
     recompute: str = one_of("none", "selective", "full")
-    offload: Any = None
+    offload: Any = checked(as_offload, None)
     precision: str = one_of("fp32", "bf16", "fp16")
     grad_dtype: str | None = one_of(None, "fp32", "fp32-copy")
     tf32: bool = flag(False)
@@ -118,18 +118,11 @@ class Plan(Description):
     tp_overlap: bool = flag(True)
     partition_activations: bool = flag(False)
     partition_messages: bool = flag(False)
-    grad_sync: Any = "overlapped"
+    grad_sync: Any = checked(check_grad_sync, "overlapped")
     bucket_bytes: int = count(4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=2**20)
     secondary_shard: int | None = count(None, at_most=2**20)
-    passes: tuple = ()
-
-    def __post_init__(self) -> None:
-        self.check_fields()
-        check_grad_sync(self.grad_sync)
-        object.__setattr__(self, "passes", check_passes(self.passes))
-        check_schedule(self.schedule)
-        object.__setattr__(self, "offload", as_offload(self.offload))
+    passes: tuple = checked(check_passes, ())
 
     @property
     def tiers(self) -> Offload | None:
