@@ -104,17 +104,13 @@ class ModelSpec(Description):
 
     @property
     def num_params(self) -> int:
-        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
+        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied; with a block
+        of your own, those of its parameters in the place of 12h^2 + 13h.
 
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
-        LayerNorm's 2h. With a block of your own, the elements of its parameters count instead.
+        LayerNorm's 2h.
         """
-        if self.block is not None:
-            return sum(map(math.prod, self.parameter_shapes().values()))
-        h = self.hidden
-        untied = 0 if self.tied else self.vocab * h
-        blocks = self.layers * (12 * h * h + 13 * h)
-        return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
+        return sum(map(math.prod, self.parameter_shapes().values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a ``block`` of your own, its name."""
@@ -131,7 +127,8 @@ class ModelSpec(Description):
         return cls(**MODEL_PRESETS[name])
 
 
-def _megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+def megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """The fields of a model that PTD-P or Korthikanti+ trained with Megatron-LM."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": 2048, "vocab": 51200}
     return {**sizes, "attention": "explicit"}  # as the paper's code and its formulas have it
 
@@ -140,10 +137,10 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {"layers": 4, "hidden": 128, "heads": 4, "seq_len": 64, "vocab": 256},
     "gpt2": {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "vocab": 50257},
     # PTD-P, arXiv:2104.04473, Table 1: sequence 2048, vocabulary 51200.
-    "ptdp-1.7b": _megatron(24, 2304, 24),
-    "ptdp-7.5b": _megatron(36, 4096, 32),
-    "ptdp-39b": _megatron(48, 8192, 64),
-    "ptdp-145b": _megatron(80, 12288, 96),
-    "ptdp-1t": _megatron(128, 25600, 160),
-    "gpt3-175b": _megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
+    "ptdp-1.7b": megatron(24, 2304, 24),
+    "ptdp-7.5b": megatron(36, 4096, 32),
+    "ptdp-39b": megatron(48, 8192, 64),
+    "ptdp-145b": megatron(80, 12288, 96),
+    "ptdp-1t": megatron(128, 25600, 160),
+    "gpt3-175b": megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
 }
