@@ -160,14 +160,6 @@ class Cluster(checks.Description):
         """The node of a rank; ranks fill one node after the other."""
         return rank // self.devices_per_node
 
-    def link(self, op: str, level: str) -> Link:
-        """The link that collective ``op`` runs on at ``level``, "intra" or "inter"."""
-        choice("op", op, OPS)
-        choice("level", level, ("intra", "inter"))
-        if level == "inter":
-            return self.inter  # type: ignore[return-value]  # __post_init__ filled it
-        return self.collectives.get(op, self.intra)
-
     def reach(self, ranks: Sequence[int]) -> Reach:
         """How a group of ranks is spread over this cluster's nodes."""
         if not len(ranks):
