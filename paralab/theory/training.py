@@ -25,7 +25,6 @@ from paralab.checks import real, whole
 from paralab.spec import ModelSpec
 from paralab.theory import needs
 
-SECONDS_PER_HOUR = 3600
 # Bytes per parameter of a checkpoint to resume from: 16-bit weights, and in 32 bits the master
 # weights and AdamW's two moments. Gradients are not saved.
 SAVED_BYTES = 2 + 4 + 8
@@ -137,6 +136,6 @@ def training_cost(
         saved_bytes=SAVED_BYTES * model.num_params,
         flops=seconds * flops,
         days=days,
-        device_hours=seconds / SECONDS_PER_HOUR,
+        device_hours=seconds / 3600,
         energy=None if watts is None else seconds * real("watts", watts, above=0.0),
     )
