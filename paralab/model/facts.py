@@ -226,10 +226,8 @@ def _plain(value: Any) -> Any:
         return repr(value)  # as text, because NaN != NaN
     if isinstance(value, dict):
         return [(repr(key), _plain(entry)) for key, entry in value.items()]
-    if isinstance(value, (list, tuple, deque)):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return list(map(_plain, value))
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, np.ndarray):

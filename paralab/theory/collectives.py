@@ -80,8 +80,6 @@ def _elements(nbytes: int) -> int:
 
 
 def _tree_neighbours(n: int, index: int) -> int:
-    """Number of neighbours of member ``index`` in the binomial tree that is rooted in member 0: its
-    parent, and its children.
-    """
-    offsets = {2**k: index % 2 ** (k + 1) for k in range(rounds(n))}
-    return sum(at == d or (at == 0 and index + d < n) for d, at in offsets.items())
+    """The parent and the children of member ``index`` in the binomial tree rooted in member 0."""
+    distances = [2**k for k in range(rounds(n))]
+    return (index > 0) + sum(index % (2 * d) == 0 and index + d < n for d in distances)
