@@ -23,7 +23,6 @@ from paralab.model.facts import called, facts
 from paralab.model.ops import Op
 from paralab.spec.forms import block_shapes
 from paralab.spec.model import BYTES_PER_ELEMENT, ModelSpec
-from paralab.theory.work import Work
 
 
 class Custom(Op):
@@ -31,15 +30,11 @@ class Custom(Op):
 
     def __init__(self, name: str, spec: ModelSpec, batch: int, precision: str) -> None:
         super().__init__(name)
-        block, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
-        self.keeps, self.constant = block.keeps, block.constant
-        self.keeps_result, self.frees_result = block.keeps_result, block.frees_result
-        self.retyped = block.retyped
-        self.passes_input, self.passes_grad = block.passes
-        self.scratch, self.work = (*block.scratch, 0), (block.forward, block.backward, Work())
+        vars(self).update(facts(spec, batch, precision))
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
-        self.deferred = item * sum(map(math.prod, self.params.values()))
+        parameters = sum(map(math.prod, self.params.values()))
+        self.deferred = BYTES_PER_ELEMENT[precision] * parameters
 
     def forward(self, weights, state, env):
         import torch

@@ -12,7 +12,7 @@ import random
 import weakref
 from collections import deque
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.checks import illegal
 from paralab.spec.forms import block_shapes, form_name
@@ -32,36 +32,12 @@ ARITHMETIC = {
 MAPS = "a module that maps (b, s, h) to (b, s, h)"
 
 
-class Facts(NamedTuple):
-    """What one block saves and computes for one micro-batch.
-
-    keeps         bytes saved for backward in addition to input, parameters, buffers and result
-    keeps_result  whether the result is saved too
-    frees_result  bytes by which backward's peak is lower if nothing else holds that result
-    retyped       names of the parameters that forward views as another type, say as complex numbers
-    passes        whether the result shares the input's storage; whether the input's gradient shares
-                  that of the result's gradient
-    constant      bytes of the buffers
-    scratch       (forward, backward): peak bytes of temporaries, in addition to inputs, outputs and
-                  what is saved; negative where backward has freed more of what was saved than it
-                  has allocated
-    forward, backward  the `Work` of each
-    """
-
-    keeps: int
-    keeps_result: bool
-    frees_result: int
-    retyped: frozenset[str]
-    passes: tuple[bool, bool]
-    constant: int
-    scratch: tuple[int, int]
-    forward: Work
-    backward: Work
-
-
 @lru_cache(maxsize=64)
-def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
-    """What ``spec.block`` saves for backward and computes for ``batch`` samples.
+def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
+    """What ``spec.block`` saves for backward and computes for ``batch`` samples: the fields of its
+    `Op`, with the names that they have there. The input half of backward includes the weight half;
+    its scratch is negative where it has freed more of what was saved than it has allocated.
+    ``retyped`` are names of parameters that forward views as another type, say as complex numbers.
 
     Raises ``ValueError`` for a block that does not map (b, s, h) to (b, s, h) in the same
     precision, cannot run on tensors without values, changes in place what its backward needs, or
@@ -180,11 +156,17 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     if changed:
         why = f"its forward changes in place a tensor of shape {changed[0]} that its backward needs"
         raise illegal("block", name, why, "a new tensor, such as y = y + x instead of y += x")
-    constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-    scratch = forward_scratch, counter.with_result - grad_bytes
-    frees, passes = counter.with_result - counter.peak, (passes_input, passes_grad)
-    backward = counter.work
-    return Facts(keeps, keeps_result, frees, retyped, passes, constant, scratch, forward, backward)
+    return {
+        "keeps": keeps,
+        "keeps_result": keeps_result,
+        "frees_result": counter.with_result - counter.peak,
+        "passes_input": passes_input,
+        "passes_grad": passes_grad,
+        "constant": sum(buffer.untyped_storage().nbytes() for buffer in buffers),
+        "scratch": (forward_scratch, counter.with_result - grad_bytes, 0),
+        "work": (forward, counter.work, Work()),
+        "retyped": retyped,
+    }
 
 
 def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
