@@ -221,6 +221,8 @@ def _most_stages(s: Any) -> str:
     return f"up to {most}" if most else f"1 with pp of at most {s.layers}"
 
 
+FETCHES = "schedule='l2l' fetches parameters part by part from the host or from files"
+FETCHED = "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline schedule"
 RELAYS = (
     *(
         Rule(
@@ -231,20 +233,17 @@ RELAYS = (
         )
         for field in ("pp", "virtual_stages")
     ),
-    *(
-        Rule(
-            field,
-            lambda s, field=field: implies(
-                s.schedule == RELAY,
-                s.zero_stage == 3 if field == "zero_stage" else s.place.parameters != "device",
-            ),
-            f"schedule='l2l' fetches parameters part by part from the host or from files, {why}",
-            "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline schedule",
-        )
-        for field, why in (
-            ("zero_stage", "and only zero_stage=3 can keep them there"),
-            ("offload", "and this plan keeps them on the device"),
-        )
+    Rule(
+        "zero_stage",
+        lambda s: implies(s.schedule == RELAY, s.zero_stage == 3),
+        f"{FETCHES}, and only zero_stage=3 can keep them there",
+        FETCHED,
+    ),
+    Rule(
+        "offload",
+        lambda s: implies(s.schedule == RELAY, s.place.parameters != "device"),
+        f"{FETCHES}, and this plan keeps them on the device",
+        FETCHED,
     ),
     Rule(
         "recompute",
