@@ -178,8 +178,6 @@ class Coded:
     def __ne__(self, other: object) -> Any:
         return ~(self == other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def column(values: Sequence[Any], codes: Any) -> Any:
     """``values[codes]``: an array if the values are numbers or truths, else a `Coded` column."""

@@ -52,17 +52,14 @@ def bytes_per_device(params: float, devices: int, stage: int, recipe: str = "zer
 
 
 def as_printed(num_bytes: float) -> str:
-    """Gigabytes of 10^9 bytes, rounded as in ZeRO's table 1.
-
-    From 100 on they are cut off to a whole number, below rounded to three digits: 4187.5 is "4187",
-    41.25 "41.3", 1.875 "1.88".
+    """Gigabytes of 10^9 bytes, rounded as in ZeRO's table 1: from 100 on cut off to a whole number,
+    below to three digits: 4187.5 is "4187", 41.25 "41.3", 1.875 "1.88".
     """
     gigabytes = Decimal(repr(float(num_bytes))) / 10**9
     if gigabytes >= 100:
         return str(int(gigabytes))
     digits = Decimal("0.1") if gigabytes >= 10 else Decimal("0.01")
-    text = str(gigabytes.quantize(digits, ROUND_HALF_UP))
-    return text.rstrip("0").rstrip(".")
+    return str(gigabytes.quantize(digits, ROUND_HALF_UP)).rstrip("0").rstrip(".")
 
 
 def volume(stage: int, microbatches: int = 1) -> int:
