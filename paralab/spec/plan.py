@@ -21,7 +21,7 @@ from paralab.spec.forms import (
     make_schedule,
 )
 from paralab.spec.model import ModelSpec
-from paralab.spec.rules import RULES, refuse, tensor_grid
+from paralab.spec.rules import GRID, RULES, refuse
 from paralab.spec.settings import Settings
 from paralab.spec.tiers import Offload, as_offload, resolved
 
@@ -165,7 +165,9 @@ class Plan(Description):
 
         Raises ``ValueError`` with legal values if tp makes no such grid.
         """
-        return tensor_grid(self.tp, self.tp_mode, self.tp_depth)
+        settings = Settings(self)
+        refuse(GRID, settings)
+        return settings.grid.q, settings.grid.depth
 
     def place(self, rank: int) -> Place:
         """Indices of a global rank: pipeline, data-parallel and tensor-parallel. Raises ValueError

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import lcm
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
@@ -101,13 +100,6 @@ GRID = (
         "{s.grid.sizes}",
     ),
 )
-
-
-def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
-    """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
-    settings = Settings(SimpleNamespace(tp=tp, tp_mode=mode, tp_depth=depth))
-    refuse(GRID, settings)
-    return settings.grid.q, settings.grid.depth
 
 
 def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
