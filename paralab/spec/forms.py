@@ -101,8 +101,8 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the parameters of ``form(model)``, the user's own block, which is made on
     torch's "meta" device, without memory and random numbers.
 
-    Every rank makes its own blocks, so each call has to make the same module; and in a notebook the
-    variables that ``form`` reads may change. Therefore each call makes the block again and compares
+    Every rank makes its own blocks, so each call has to make the same module. In a notebook the
+    variables that ``form`` reads may change; therefore each call makes the block again and compares
     it with the first one, to which all cached figures belong.
     """
     if isinstance(form, str):
@@ -114,7 +114,7 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     if (repr(module), current) != (repr(first_module), shapes):
         was, differs = (first_module, module) if current == shapes else (shapes, current)
         why = f"block(model) made {shown(was)} the first time, and now makes {shown(differs)}"
-        legal = "one that makes the same module at every call; if a variable that it reads has "
+        legal = "a block whose sizes depend on its model alone; if a variable that it reads has "
         raise illegal("block", form_name(form), why, legal + "changed, define the block again")
     return shapes
 
@@ -140,7 +140,11 @@ def _block_once(form: Any, model: Any) -> tuple[Any, dict[str, tuple[int, ...]]]
     """A block and the shapes of its parameters, checked to be trainable under a plan."""
     import torch
 
-    name, module, shapes = form_name(form), _on_meta(form, model), {}
+    name, module, second = form_name(form), _on_meta(form, model), _on_meta(form, model)
+    if repr(module) != repr(second):
+        why = f"block(model) made {shown(module)} the first time, and {shown(second)} the second"
+        raise illegal("block", name, why, "one that makes the same module at every call")
+    shapes = {}
     for local, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             why = f"its parameter {local!r} has no shape until it is called"
