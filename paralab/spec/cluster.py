@@ -247,7 +247,6 @@ def _dgx(
     port_gbs: float,
     host_gbs: float,
     host_memory_gbs: float,
-    devices: int = 8,
 ) -> dict:
     """The fields of a preset, see CLUSTER_PRESETS; figures in GB and GB/s.
 
@@ -256,7 +255,6 @@ def _dgx(
     """
     rates = {name: reached * peak for name, peak in peaks.items()}
     return {
-        "devices_per_node": devices,
         "peak_flops": peaks["fp16"],
         "flops": rates.pop("fp32"),
         "products": {name: (rate, rate, rate) for name, rate in rates.items()},
@@ -296,10 +294,8 @@ _V100 = {"fp32": 15.7e12, "fp16": 125e12}
 _A100 = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
 _H100 = {"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp16": 989e12}
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-v100": {
-        **_dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16, devices=16),
-        "ports": 8,
-    },
+    "dgx-v100": _dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16)
+    | {"devices_per_node": 16, "ports": 8},
     "dgx-a100": _dgx(_A100, 271.2 / 312, 80, 2039, 229, 25, 31, 51),
     "dgx-h100": _dgx(_H100, 794.5 / 989, 80, 3350, 370, 50, 63, 77),
 }
