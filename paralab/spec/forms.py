@@ -10,17 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, shown
-from paralab.parallel.schedules import (
-    OWN_SCHEDULES,
-    RELAY,
-    SCHEDULES,
-    Action,
-    build,
-    takes_three,
-)
+from paralab.parallel import schedules
+from paralab.parallel.schedules import RELAY, Action
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
-SCHEDULE_NAMES = (*SCHEDULES, RELAY)
+SCHEDULE_NAMES = (*schedules.SCHEDULES, RELAY)
 OWN_FORM = "own: "  # a saved plan has this and the name of a form, not its code
 BLOCK_FORM = (
     "None for the standard block, or a class or function that makes an nn.Module from a ModelSpec"
@@ -62,9 +56,9 @@ def check_passes(name: str, forms: Any) -> tuple[Any, ...]:
 def check_schedule(name: str, form: Any) -> Any:
     """Raise if ``form`` cannot be a schedule, as far as can be known before it is called."""
     if callable(form):
-        takes_three(form)
+        schedules.takes_three(form)
     elif not saved(form):
-        choice(name, form, SCHEDULE_NAMES, *OWN_SCHEDULES)
+        choice(name, form, SCHEDULE_NAMES, *schedules.OWN_SCHEDULES)
     return form
 
 
@@ -79,7 +73,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
 
     if form == RELAY:  # callers see the relay's rank as one stage
         form = "gpipe"
-    lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    lists = schedules.build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
         why = f"it returned {count_of(len(lists), 'list')}"
         raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import Description, checked, choice, count, flag, instance, one_of, whole
 from paralab.parallel.schedules import RELAY, Action
-from paralab.spec.forms import (
-    OWN_FORM,
-    check_grad_sync,
-    check_passes,
-    check_schedule,
-    form_name,
-    make_schedule,
-)
+from paralab.spec import forms
 from paralab.spec.model import ModelSpec
 from paralab.spec.rules import GRID, RULES, refuse
 from paralab.spec.settings import Settings
@@ -101,7 +94,7 @@ class Plan(Description):
     dp: int = count(1, at_most=2**20)
     tp: int = count(1, at_most=2**20)
     pp: int = count(1, at_most=2**20)
-    schedule: Any = checked(check_schedule, "1f1b")
+    schedule: Any = checked(forms.check_schedule, "1f1b")
     microbatches: int = count(1, at_most=2**20)
     microbatch_size: int = count(2, at_most=2**20)
     virtual_stages: int = count(1, at_most=2**20)
@@ -118,11 +111,11 @@ class Plan(Description):
     tp_overlap: bool = flag(True)
     partition_activations: bool = flag(False)
     partition_messages: bool = flag(False)
-    grad_sync: Any = checked(check_grad_sync, "overlapped")
+    grad_sync: Any = checked(forms.check_grad_sync, "overlapped")
     bucket_bytes: int = count(4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=2**20)
     secondary_shard: int | None = count(None, at_most=2**20)
-    passes: tuple = checked(check_passes, ())
+    passes: tuple = checked(forms.check_passes, ())
 
     @property
     def tiers(self) -> Offload | None:
@@ -225,18 +218,18 @@ class Plan(Description):
         user's passes.
         """
         if self.grad_sync is None:
-            return OWN_FORM + ", ".join(name.removeprefix(OWN_FORM) for name in self.pass_names)
+            return forms.OWN_FORM + ", ".join(self.pass_names).replace(forms.OWN_FORM, "")
         return self.grad_sync
 
     @property
     def pass_names(self) -> tuple[str, ...]:
         """The user's passes as text: "own: " and a function's name."""
-        return tuple(map(form_name, self.passes))
+        return tuple(map(forms.form_name, self.passes))
 
     @property
     def schedule_name(self) -> str:
         """The pipeline schedule as text: its name, or "own: " and a function's."""
-        return form_name(self.schedule)
+        return forms.form_name(self.schedule)
 
     @property
     def relays(self) -> bool:
@@ -271,7 +264,7 @@ class Plan(Description):
         Do not modify the lists: built-in schedules are cached. Raises ``ValueError`` if these
         settings make no schedule, or if the user's own function returns none that is valid.
         """
-        return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        return forms.make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a schedule or pass of your own, its name."""
