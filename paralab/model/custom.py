@@ -8,10 +8,10 @@ keep alive every unit that was gathered for forward. Therefore a hook replaces e
 its place, a name and an offset, and backward reads that place in the weights that it is given,
 which were gathered again.
 
-[Note: retyped weights] torch views pairs of real numbers as complex ones only if the view begins at
-an even offset of its storage. A module's parameter has a storage of its own; on a rank it lies
-anywhere in its unit's flat buffer. At an odd offset the module views a copy instead, as backward
-does. No prediction counts that copy.
+[Note: retyped weights] torch views n numbers as a wider one, say pairs of real numbers as complex
+ones, only if the view begins at a multiple of n in its storage. A module's parameter has a storage
+of its own; on a rank it lies anywhere in its unit's flat buffer. At another offset the module views
+a copy instead, as backward does. No prediction counts that copy.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Custom(Op):
 
         (x,) = state
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
-        odd = [name for name in self.retyped if weights[name].storage_offset() % 2]
-        weights = weights | {name: weights[name].clone() for name in odd}  # [Note: retyped weights]
+        for name, n in self.retyped.items():  # see [Note: retyped weights]
+            if weights[name].storage_offset() % n:
+                weights = weights | {name: weights[name].clone()}
         if not env.keeping:
             with env.drawing(self.name, 1.0):
                 y = called(module, weights, x.view(shape))

@@ -37,7 +37,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
     """What ``spec.block`` saves for backward and computes for ``batch`` samples: the fields of its
     `Op`, with the names that they have there. The input half of backward includes the weight half;
     its scratch is negative where it has freed more of what was saved than it has allocated.
-    ``retyped`` are names of parameters that forward views as another type, say as complex numbers.
+    ``retyped`` is {name: how many of its numbers forward views as one} of parameters that forward
+    views as a wider type, say as complex numbers.
 
     Raises ``ValueError`` for a block that does not map (b, s, h) to (b, s, h) in the same
     precision, cannot run on tensors without values, changes in place what its backward needs, or
@@ -94,7 +95,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
                 keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
                 result_bytes = 0 if passes_input else result.nbytes()
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
-                retyped = frozenset(weights[at] for at in weights.keys() & counter.retyped)
+                widths = {weights[at]: n for at, n in counter.retyped.items() if at in weights}
+                retyped = {n: w // dtype.itemsize for n, w in widths.items() if w > dtype.itemsize}
                 keeps_result = result._cdata in kept
                 del kept
                 edge, g = get_gradient_edge(y), torch.empty_like(x)
@@ -208,8 +210,10 @@ def _plain(value: Any) -> Any:
         return repr(value)  # as text, because NaN != NaN
     if isinstance(value, dict):
         return [(repr(key), _plain(entry)) for key, entry in value.items()]
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
+    if isinstance(value, (list, tuple, deque)):
         return list(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))  # equal sets may list their entries in another order
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, np.ndarray):
@@ -247,7 +251,7 @@ def _counter() -> Any:
             super().__init__("cpu")
             self.work, self.peak, self.with_result = Work(), 0, 0
             self.is_result, self.result = False, None
-            self.retyped = set[int]()  # addresses of storages that were viewed as another type
+            self.retyped: dict[int, int] = {}  # {address: bytes of a storage's widest other type}
             self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
         def backward(self, result: Any) -> None:
@@ -269,8 +273,9 @@ def _counter() -> Any:
             self.peak = max(self.peak, self.live)
             gone = self.result[1] if self.result and self.result[0]() is None else 0
             self.with_result = max(self.with_result, self.live + gone)
-            if func._overloadname == "dtype" or func is torch.ops.aten.view_as_complex.default:
-                self.retyped.add(args[0].untyped_storage()._cdata)
+            if func in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default):
+                at = args[0].untyped_storage()._cdata
+                self.retyped[at] = max(self.retyped.get(at, 0), result.itemsize)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed
