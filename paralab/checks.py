@@ -224,10 +224,15 @@ def flag(default: bool) -> Any:
 
 
 @functools.cache
-def _checks(kind: type) -> list[tuple[str, Any, Callable[[str, Any], Any]]]:
-    """(name, default, check) of each field of a `Description` that has a check."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return [(f.name, f.default, f.metadata["check"]) for f in fields if f.metadata]
+def _checks(kind: Any) -> list[tuple[str, str, bool, Callable[[str, Any], Any]]]:
+    """Of each field of a `Description` that has a check: (its name, its name in a refusal, whether
+    it may be None, the check).
+    """
+    return [
+        (f.name, kind.called.format(f.name), f.default is None, f.metadata["check"])
+        for f in dataclasses.fields(kind)
+        if f.metadata
+    ]
 
 
 class Description:
@@ -240,10 +245,13 @@ class Description:
     called: ClassVar[str] = "{}"
 
     def __post_init__(self) -> None:
-        for name, default, check in _checks(type(self)):
+        for name, called, optional, check in _checks(type(self)):
             value = getattr(self, name)
-            if not (value is None and default is None):
-                object.__setattr__(self, name, check(self.called.format(name), value))
+            if value is None and optional:
+                continue
+            legal = check(called, value)
+            if legal is not value:
+                object.__setattr__(self, name, legal)
 
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed, checked like a new object. Raises ``ValueError`` on an
