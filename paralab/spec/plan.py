@@ -18,6 +18,9 @@ from paralab.spec.rules import GRID, RULES, refuse
 from paralab.spec.settings import Settings
 from paralab.spec.tiers import Offload, as_offload, resolved
 
+# Of most sizes of a plan; beyond any use. rules.py has narrower limits for combinations.
+MANY = 2**20
+
 
 class Place(NamedTuple):
     """Where a rank stands on each axis of a plan."""
@@ -90,16 +93,15 @@ class Plan(Description):
     Ranks are assigned to the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
-    # These upper limits are beyond any use; rules.py has narrower ones for combinations.
-    dp: int = count(1, at_most=2**20)
-    tp: int = count(1, at_most=2**20)
-    pp: int = count(1, at_most=2**20)
+    dp: int = count(1, at_most=MANY)
+    tp: int = count(1, at_most=MANY)
+    pp: int = count(1, at_most=MANY)
     schedule: Any = checked(forms.check_schedule, "1f1b")
-    microbatches: int = count(1, at_most=2**20)
-    microbatch_size: int = count(2, at_most=2**20)
-    virtual_stages: int = count(1, at_most=2**20)
+    microbatches: int = count(1, at_most=MANY)
+    microbatch_size: int = count(2, at_most=MANY)
+    virtual_stages: int = count(1, at_most=MANY)
     zero_stage: int = count(0, at_least=0, at_most=3)
-    shard: int | None = count(None, at_most=2**20)
+    shard: int | None = count(None, at_most=MANY)
     sequence_parallel: bool = flag(False)
     recompute: str = one_of("none", "selective", "full")
     offload: Any = checked(as_offload, None)
@@ -107,14 +109,14 @@ class Plan(Description):
     grad_dtype: str | None = one_of(None, "fp32", "fp32-copy")
     tf32: bool = flag(False)
     tp_mode: str = one_of("1d", "2d", "2.5d", "3d")
-    tp_depth: int | None = count(None, at_most=2**20)
+    tp_depth: int | None = count(None, at_most=MANY)
     tp_overlap: bool = flag(True)
     partition_activations: bool = flag(False)
     partition_messages: bool = flag(False)
     grad_sync: Any = checked(forms.check_grad_sync, "overlapped")
     bucket_bytes: int = count(4 * 2**20)
-    prefetch: int = count(1, at_least=0, at_most=2**20)
-    secondary_shard: int | None = count(None, at_most=2**20)
+    prefetch: int = count(1, at_least=0, at_most=MANY)
+    secondary_shard: int | None = count(None, at_most=MANY)
     passes: tuple = checked(forms.check_passes, ())
 
     @property
@@ -218,7 +220,8 @@ class Plan(Description):
         user's passes.
         """
         if self.grad_sync is None:
-            return forms.OWN_FORM + ", ".join(self.pass_names).replace(forms.OWN_FORM, "")
+            names = (name.removeprefix(forms.OWN_FORM) for name in self.pass_names)
+            return forms.OWN_FORM + ", ".join(names)
         return self.grad_sync
 
     @property
