@@ -89,8 +89,9 @@ def printed_selective_flops(model: ModelSpec, samples: int) -> float:
     this recomputation three times, and so do the hardware utilisations of table 5, and the 2.7 %
     and 1.6 % of sec. 5, which should be 0.9 % and 0.5 %. `needs.step_flops` counts it once.
     """
+    once = needs.step_flops(model, samples, recompute="selective")
     plain = needs.step_flops(model, samples)
-    return 3 * needs.step_flops(model, samples, recompute="selective") - 2 * plain
+    return plain + 3 * (once - plain)
 
 
 def days_by_parameters(params: float, *, tokens: float, devices: int, flops: float) -> float:

@@ -10,7 +10,9 @@ a paper would print may be left out, and are then empty in the table:
 
     papers.ptdp_table1(rows={"model": model, "plan": pl.Plan(dp=8, tp=8), "tflops": 140})
 
-A printed figure that does not follow from its own inputs stays as printed, and `errata` lists it.
+"GB" is decimal in ZeRO and binary in ZeRO-Infinity, Korthikanti+ and DeepSpeed; columns say GB or
+GiB accordingly. A printed figure that does not follow from its own inputs stays as printed, and
+`errata` lists it.
 """
 
 from paralab.theory.papers.errata import errata
