@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
@@ -125,6 +127,14 @@ def test_num_params_is_the_printed_formula():
         h, blocks = spec.hidden, spec.layers * (12 * spec.hidden**2 + 13 * spec.hidden)
         outside = (spec.vocab * (1 + (not tied)) + spec.seq_len + 2) * h
         assert spec.num_params == blocks + outside
+        assert spec.num_params == sum(math.prod(s) for s in spec.parameter_shapes().values())
+
+
+@pytest.mark.parametrize("block", [None, lambda spec: nn.Linear(spec.hidden, spec.hidden)])
+def test_parameters_are_counted_without_a_list_of_all_layers(monkeypatch, block):
+    """A slider's move counts them several times, of models with up to 65,536 layers."""
+    monkeypatch.delattr(pl.ModelSpec, "parameter_shapes")
+    assert pl.ModelSpec(**GOOD_MODEL, block=block).replace(layers=2**16).num_params > 2**16
 
 
 @pytest.mark.parametrize("kind, presets", [
@@ -254,7 +264,7 @@ def test_what_is_no_path_is_refused_before_a_process_starts(tmp_path, monkeypatc
 @pytest.mark.parametrize("whole, field", [
     (whole, field.name) for whole in (MODEL, pl.Plan(), DGX)
     for field in dataclasses.fields(whole)
-    if "range" in field.metadata
+    if field.type in ("int", "int | None")
     and field.name not in ("bucket_bytes", "memory")  # where any size is fine
 ])  # fmt: skip
 def test_every_count_of_a_description_has_an_upper_bound(whole, field):

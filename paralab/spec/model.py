@@ -110,7 +110,11 @@ class ModelSpec(Description):
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
         LayerNorm's 2h.
         """
-        return sum(map(math.prod, self.parameter_shapes().values()))
+        h, of_block = self.hidden, 12 * self.hidden**2 + 13 * self.hidden
+        if self.block is not None:
+            of_block = sum(map(math.prod, block_shapes(self.block, self).values()))
+        matrices = 1 if self.tied else 2  # V x h: the token embedding and the output's weight
+        return self.layers * of_block + (matrices * self.vocab + self.seq_len + 2) * h
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a ``block`` of your own, its name."""
