@@ -123,7 +123,9 @@ class Cluster(checks.Description):
     disk: Link | None = checked(_link, None)
     host_bandwidth: float | None = amount(None, above=0.0)
     collectives: Mapping[str, Link] = _table(OPS, _link, "{operation: pl.Link}")
-    products: Mapping[str, tuple] = _table(PRODUCTS, _three, '{"bf16": (7e9, 1.5e9, 16e9)}')
+    products: Mapping[str, tuple[float, float, float]] = _table(
+        PRODUCTS, _three, '{"bf16": (7e9, 1.5e9, 16e9)}'
+    )
     cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = amount(None, above=0.0)
     half_rate_tokens: float = amount(0.0, at_least=0.0)
