@@ -14,9 +14,10 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 VALUE_LENGTH = 300  # characters of a value that a message shows
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -193,49 +194,64 @@ def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") ->
     return value
 
 
-def count(
-    default: Any = dataclasses.MISSING, *, at_least: int = 1, at_most: int = 2**62
-) -> dataclasses.Field:
-    """A field of a `Description` for a whole number in this range. If the default is None, the
-    field may be None too.
+# ---- the fields of a `Description` ----
+def checked(check: Callable[[str, Any], Any], default: Any = MISSING, **more: Any) -> Any:
+    """A field for what ``check(name, value)`` returns. If the default is None, None is legal too.
+
+    more  further arguments of `dataclasses.field`
     """
-    return dataclasses.field(default=default, metadata={"range": (at_least, at_most)})
+    return dataclasses.field(default=default, metadata={"check": check}, **more)
+
+
+def count(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**62) -> Any:
+    """A field for a whole number in this range."""
+    return checked(functools.partial(whole, at_least=at_least, at_most=at_most), default)
+
+
+def amount(default: Any = MISSING, **bound: float) -> Any:
+    """A field for a finite number, ``above`` or ``at_least`` some bound."""
+    return checked(functools.partial(real, **bound), default)
 
 
 def one_of(*options: Any) -> Any:
-    """A field of a `Description` for one of these values; the first one is the default."""
-    return dataclasses.field(default=options[0], metadata={"options": options})
+    """A field for one of these values; the first one is the default."""
+    return checked(functools.partial(choice, options=options), options[0])
 
 
 def flag(default: bool) -> Any:
-    """A field of a `Description` for True or False."""
-    return dataclasses.field(default=default, metadata={"options": (True, False)})
+    """A field for True or False."""
+    return checked(functools.partial(choice, options=(True, False)), default)
 
 
 @functools.cache
-def _checked(kind: type) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """(name, default, metadata) of each field of a `Description` that has a range or options."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return [(f.name, f.default, f.metadata) for f in fields if f.metadata]
+def _checks(kind: Any) -> list[tuple[str, str, bool, Callable[[str, Any], Any]]]:
+    """Of each field of a `Description` that has a check: (its name, its name in a refusal, whether
+    it may be None, the check).
+    """
+    return [
+        (f.name, kind.called.format(f.name), f.default is None, f.metadata["check"])
+        for f in dataclasses.fields(kind)
+        if f.metadata
+    ]
 
 
 class Description:
-    """The base of `ModelSpec`, `Plan`, `Cluster`, `Link` and `Offload`: it checks counts and
-    choices, copies with changes, and converts to and from plain dicts for files.
+    """The base of `ModelSpec`, `Plan`, `Cluster`, `Link` and `Offload`: it checks fields, copies
+    with changes, and converts to and from plain dicts for files.
+
+    called  the name of a field in a refusal, from its own name
     """
 
-    def check_fields(self) -> None:
-        """Convert every `count` field to an int in its range and check every `one_of` and `flag`
-        field, or raise its refusal.
-        """
-        for name, default, metadata in _checked(type(self)):
+    called: ClassVar[str] = "{}"
+
+    def __post_init__(self) -> None:
+        for name, called, optional, check in _checks(type(self)):
             value = getattr(self, name)
-            if "options" in metadata:
-                choice(name, value, metadata["options"])
-            elif not (value is None and default is None):
-                low, high = metadata["range"]
-                value = whole(name, value, at_least=low, at_most=high)
-                object.__setattr__(self, name, value)
+            if value is None and optional:
+                continue
+            legal = check(called, value)
+            if legal is not value:
+                object.__setattr__(self, name, legal)
 
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed, checked like a new object. Raises ``ValueError`` on an
@@ -258,9 +274,8 @@ class Description:
         one.
         """
         cls._known(values)
-        missing = dataclasses.MISSING
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            has_default = (field.default, field.default_factory) != (missing, missing)
+            has_default = (field.default, field.default_factory) != (MISSING, MISSING)
             if field.name not in values and not has_default:
                 why, legal = f"{field.name} is missing", f"a table with {field.name} too"
                 raise illegal(cls.__name__, dict(values), why, legal)

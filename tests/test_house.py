@@ -25,7 +25,7 @@ WITH_TORCH = {
     "agree", "batches", "checkpoint", "comm", "grid", "strict", "transports",
     *(f"interpret.{name}" for name in ("files", "flat", "host", "lanes", "offloaded", "pieces",
                                        "run", "state", "train", "workers")),
-    *("model.draws", "model.reference", "model.wide_views"),
+    *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     "instruments.foreign",
     *(f"instruments.foreign_{name}" for name in ("calls", "flights", "hooks", "ledger", "program")),

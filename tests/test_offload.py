@@ -27,7 +27,7 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret import files, lanes, quick
 from paralab.interpret.lanes import Lane
 from paralab.report import scratch
-from paralab.theory.offload import file_bytes, link_bytes, tier_bytes
+from paralab.theory.offload import file_bytes, link_bytes
 from patience import HANG_S
 from processes import ROOT, until
 from refusals import refuses
@@ -52,7 +52,7 @@ def test_four_bytes_a_parameter_is_what_zero_offload_moves():
     assert not {"gradients", "optimizer"} & between_steps.keys()
 
 
-@pytest.mark.parametrize("asked", [link_bytes, tier_bytes, file_bytes])
+@pytest.mark.parametrize("asked", [link_bytes, file_bytes])
 def test_bytes_of_what_is_no_plan_or_no_optimizer_are_refused(asked):
     refuses("plan=.*; legal: ", asked, SMALL, None, optimizer="adamw")
     refuses("optimizer=.*; legal: ", asked, SMALL, NVME, optimizer="adam")

@@ -23,7 +23,7 @@ import paralab as pl
 from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat, Into
 from paralab.interpret.run import Env
-from paralab.model import draws
+from paralab.model import custom, draws
 from paralab.model.ops import Collective, FusedAttention
 from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
@@ -284,6 +284,46 @@ def test_what_a_module_saves_of_its_weights_is_their_place(block, begin):
     assert torch.equal(case.forward()[0], result)
 
 
+class Paired(Squash):
+    """A block that sees four numbers as one, and one as two."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.four, self.one = (nn.Parameter(torch.randn(4 * spec.hidden)) for _ in range(2))
+
+    def forward(self, x):
+        four, one = (w.view(t) for w, t in ((self.four, torch.int64), (self.one, torch.int8)))
+        return super().forward(x) * ((four ^ one[: len(four)])[: x.shape[-1]] % 2)
+
+
+@pytest.mark.parametrize("begin", range(5))
+def test_only_a_weight_that_torch_cannot_view_as_wider_numbers_is_copied(begin, monkeypatch):
+    case = Case(Paired, torch.bfloat16)
+    result, _ = case.forward()
+    case.weights, case.env.keeping = moved(case.weights, begin), False
+    seen, called = {}, custom.called
+
+    def noting(module, tensors, x):
+        seen.update(tensors)
+        return called(module, tensors, x)
+
+    monkeypatch.setattr(custom, "called", noting)
+    assert torch.equal(case.forward()[0], result)
+    copied = {name for name, weight in case.weights.items() if seen[name] is not weight}
+    assert copied == ({"four"} if begin % 4 else set())
+
+
+class Reordering(Squash):
+    """Its set is the same at every call; the order in which Python goes through it is not."""
+
+    turned = False
+
+    def forward(self, x):
+        Reordering.turned = not Reordering.turned
+        self.seen = {0, 8} if Reordering.turned else {8, 0}
+        return super().forward(x)
+
+
 def keeps(self, x):
     self.last = torch.tanh(self.mix(x))
     return self.last
@@ -414,7 +454,7 @@ def test_a_block_that_cannot_be_trained_is_refused(why):
     refuses(f"block=(.|\n)*{said}", lambda: pl.Plan().validate(SPEC.replace(block=block)))
 
 
-@pytest.mark.parametrize("block", [Multiplying, Noting])
+@pytest.mark.parametrize("block", [Multiplying, Noting, Reordering])
 def test_a_block_may_save_a_weight_in_its_function_and_note_what_never_changes(block):
     pl.Plan().validate(SPEC.replace(block=block))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
@@ -111,18 +112,29 @@ def test_links_measured_per_operation_go_before_the_general_one():
     one, other, far = (pl.Link(alpha=a, bandwidth=1e9) for a in (1e-6, 2e-6, 3e-6))
     cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e12, intra=one, inter=far,
                          collectives={"all_reduce": other})  # fmt: skip
-    assert cluster.link("all_reduce", "intra") == other
-    assert cluster.link("all_gather", "intra") == one
-    assert cluster.link("all_reduce", "inter") == far
-    refuses(lambda: cluster.link("all_gossip", "intra"), "op", "all_gossip")
+    inside, between = cluster.reach(range(2)), cluster.reach([0, 8])
+    assert cluster.ways("all_reduce", inside)["ring"].latency == 2 * other.alpha
+    assert cluster.ways("all_gather", inside)["ring"].latency == one.alpha
+    assert cluster.ways("all_reduce", between)["ring"].latency == 2 * far.alpha
+    refuses(lambda: cluster.call("all_gossip", 1.0, inside), "op", "all_gossip")
     refuses(lambda: cluster.replace(products={"fp31": (1, 1, 1)}), "products", "fp31")
     assert one.seconds(1e9) == pytest.approx(1 + 1e-6)
 
 
-def test_num_params_is_the_sum_of_the_shapes():
+def test_num_params_is_the_printed_formula():
     for tied in (True, False):
         spec = pl.ModelSpec(**GOOD_MODEL, tied=tied)
+        h, blocks = spec.hidden, spec.layers * (12 * spec.hidden**2 + 13 * spec.hidden)
+        outside = (spec.vocab * (1 + (not tied)) + spec.seq_len + 2) * h
+        assert spec.num_params == blocks + outside
         assert spec.num_params == sum(math.prod(s) for s in spec.parameter_shapes().values())
+
+
+@pytest.mark.parametrize("block", [None, lambda spec: nn.Linear(spec.hidden, spec.hidden)])
+def test_parameters_are_counted_without_a_list_of_all_layers(monkeypatch, block):
+    """A slider's move counts them several times, of models with up to 65,536 layers."""
+    monkeypatch.delattr(pl.ModelSpec, "parameter_shapes")
+    assert pl.ModelSpec(**GOOD_MODEL, block=block).replace(layers=2**16).num_params > 2**16
 
 
 @pytest.mark.parametrize("kind, presets", [
@@ -252,7 +264,7 @@ def test_what_is_no_path_is_refused_before_a_process_starts(tmp_path, monkeypatc
 @pytest.mark.parametrize("whole, field", [
     (whole, field.name) for whole in (MODEL, pl.Plan(), DGX)
     for field in dataclasses.fields(whole)
-    if "range" in field.metadata
+    if field.type in ("int", "int | None")
     and field.name not in ("bucket_bytes", "memory")  # where any size is fine
 ])  # fmt: skip
 def test_every_count_of_a_description_has_an_upper_bound(whole, field):

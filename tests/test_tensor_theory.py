@@ -7,7 +7,6 @@ import pytest
 import oracles
 import paralab as pl
 from paralab.interpret.predict import predict
-from paralab.spec.rules import tensor_grid
 from paralab.theory import tensor, tensor_costs
 from refusals import refuses
 
@@ -54,7 +53,7 @@ CASES = [(mode, tp) for mode, some in SIZES.items() for tp in some]
 
 @pytest.mark.parametrize(("mode", "tp"), CASES)
 def test_the_number_is_the_printed_formula(mode, tp):
-    q, d = tensor_grid(tp, mode, None)
+    q, d = pl.Plan(tp=tp, tp_mode=mode).tp_grid
     text = tensor_costs.PRINTED[mode].bandwidth
     for a, b in (("(q-1)(", "*(q-1)*("), ("(q-1)/", "*(q-1)/"), ("2(P", "2*(P"), ("d q", "d*q"),
                  ("^", "**"), ("3*(", "3*("), ("**(q", "*(q")):  # fmt: skip

@@ -7,6 +7,11 @@
 keep alive every unit that was gathered for forward. Therefore a hook replaces each saved weight by
 its place, a name and an offset, and backward reads that place in the weights that it is given,
 which were gathered again.
+
+[Note: retyped weights] torch views n numbers as a wider one, say pairs of real numbers as complex
+ones, only if the view begins at a multiple of n in its storage. A module's parameter has a storage
+of its own; on a rank it lies anywhere in its unit's flat buffer. At another offset the module views
+a copy instead, as backward does. No prediction counts that copy.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from paralab.model.facts import called, facts
 from paralab.model.ops import Op
 from paralab.spec.forms import block_shapes
 from paralab.spec.model import BYTES_PER_ELEMENT, ModelSpec
-from paralab.theory.work import Work
 
 
 class Custom(Op):
@@ -26,26 +30,24 @@ class Custom(Op):
 
     def __init__(self, name: str, spec: ModelSpec, batch: int, precision: str) -> None:
         super().__init__(name)
-        block, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
-        self.keeps, self.constant = block.keeps, block.constant
-        self.keeps_result, self.frees_result = block.keeps_result, block.frees_result
-        self.passes_input, self.passes_grad = block.passes
-        self.scratch, self.work = (*block.scratch, 0), (block.forward, block.backward, Work())
+        vars(self).update(facts(spec, batch, precision))
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
-        self.deferred = item * sum(map(math.prod, self.params.values()))
+        parameters = sum(map(math.prod, self.params.values()))
+        self.deferred = BYTES_PER_ELEMENT[precision] * parameters
 
     def forward(self, weights, state, env):
         import torch
         from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-        from paralab.model.wide_views import wide_views
-
         (x,) = state
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
+        for name, n in self.retyped.items():  # see [Note: retyped weights]
+            if weights[name].storage_offset() % n:
+                weights = weights | {name: weights[name].clone()}
         if not env.keeping:
-            with env.drawing(self.name, 1.0), wide_views(weights.values()):
-                y = called(module, dict(weights), x.view(shape))
+            with env.drawing(self.name, 1.0):
+                y = called(module, weights, x.view(shape))
             return (y.reshape(x.shape).contiguous(),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
@@ -76,15 +78,15 @@ class Custom(Op):
             if dtype == w.dtype:
                 return w.as_strided(size, stride, offset // w.itemsize)
             view = torch.empty(0, dtype=dtype, device=w.device)
-            if offset % view.itemsize:  # torch has no view at such an offset, so copy
+            if offset % view.itemsize:  # see [Note: retyped weights]
                 last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
                 count = (last + 1) * view.itemsize // w.itemsize
                 flat = w.as_strided((count,), (1,), offset // w.itemsize)
                 return flat.clone().view(dtype).as_strided(size, stride)
             return view.set_(w.untyped_storage(), offset // view.itemsize, size, stride)
 
-        views, hooks = wide_views(leaves.values()), saved_tensors_hooks(pack, unpack)
-        with torch.enable_grad(), hooks, env.drawing(self.name, 1.0), views:
+        hooks = saved_tensors_hooks(pack, unpack)
+        with torch.enable_grad(), hooks, env.drawing(self.name, 1.0):
             y = called(module, leaves, leaf)
         for w in leaves.values():  # the graph refers to the leaves, but needs none of their values
             w.data = w.new_empty(0)

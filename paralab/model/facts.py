@@ -12,7 +12,7 @@ import random
 import weakref
 from collections import deque
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.checks import illegal
 from paralab.spec.forms import block_shapes, form_name
@@ -32,34 +32,13 @@ ARITHMETIC = {
 MAPS = "a module that maps (b, s, h) to (b, s, h)"
 
 
-class Facts(NamedTuple):
-    """What one block saves and computes for one micro-batch.
-
-    keeps         bytes saved for backward in addition to input, parameters, buffers and result
-    keeps_result  whether the result is saved too
-    frees_result  bytes by which backward's peak is lower if nothing else holds that result
-    passes        whether the result shares the input's storage; whether the input's gradient shares
-                  that of the result's gradient
-    constant      bytes of the buffers
-    scratch       (forward, backward): peak bytes of temporaries, in addition to inputs, outputs and
-                  what is saved; negative where backward has freed more of what was saved than it
-                  has allocated
-    forward, backward  the `Work` of each
-    """
-
-    keeps: int
-    keeps_result: bool
-    frees_result: int
-    passes: tuple[bool, bool]
-    constant: int
-    scratch: tuple[int, int]
-    forward: Work
-    backward: Work
-
-
 @lru_cache(maxsize=64)
-def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
-    """What ``spec.block`` saves for backward and computes for ``batch`` samples.
+def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
+    """What ``spec.block`` saves for backward and computes for ``batch`` samples: the fields of its
+    `Op`, with the names that they have there. The input half of backward includes the weight half;
+    its scratch is negative where it has freed more of what was saved than it has allocated.
+    ``retyped`` is {name: how many of its numbers forward views as one} of parameters that forward
+    views as a wider type, say as complex numbers.
 
     Raises ``ValueError`` for a block that does not map (b, s, h) to (b, s, h) in the same
     precision, cannot run on tensors without values, changes in place what its backward needs, or
@@ -74,14 +53,14 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
     saved: dict[int, Any] = {}  # {address: weak reference to a storage}: backward frees them
-    in_backward, weight_storages = False, set[int]()
+    in_backward, weights = False, dict[int, str]()  # {address of a weight's storage: its name}
     changed: list[Any] = []  # shapes of saved tensors that forward changed in place afterwards
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
         # A weight is emptied before backward, see below, so save another tensor on its storage.
-        own = tensor.detach() if storage._cdata in weight_storages else tensor
+        own = tensor.detach() if storage._cdata in weights else tensor
         return own, tensor._version
 
     def unpack(packed: Any) -> Any:  # torch does not compare versions of what a hook has saved
@@ -96,12 +75,12 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             tensors = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
             parameters = [p.requires_grad_() for p in tensors.values()]
+            weights.update({p.untyped_storage()._cdata: n for n, p in tensors.items()})
             for parameter in module.parameters():  # a rank's module has none of its own either
                 parameter.data = parameter.new_empty(0)
             for local, b in module.named_buffers():
                 tensors[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(tensors.values())[len(parameters) :]
-            weight_storages.update(p.untyped_storage()._cdata for p in parameters)
             versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
             with saved_tensors_hooks(pack, unpack), counter:
@@ -116,6 +95,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
                 result_bytes = 0 if passes_input else result.nbytes()
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
+                widths = {weights[at]: n for at, n in counter.retyped.items() if at in weights}
+                retyped = {n: w // dtype.itemsize for n, w in widths.items() if w > dtype.itemsize}
                 keeps_result = result._cdata in kept
                 del kept
                 edge, g = get_gradient_edge(y), torch.empty_like(x)
@@ -177,10 +158,17 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     if changed:
         why = f"its forward changes in place a tensor of shape {changed[0]} that its backward needs"
         raise illegal("block", name, why, "a new tensor, such as y = y + x instead of y += x")
-    constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-    scratch = forward_scratch, counter.with_result - grad_bytes
-    frees, passes = counter.with_result - counter.peak, (passes_input, passes_grad)
-    return Facts(keeps, keeps_result, frees, passes, constant, scratch, forward, counter.work)
+    return {
+        "keeps": keeps,
+        "keeps_result": keeps_result,
+        "frees_result": counter.with_result - counter.peak,
+        "passes_input": passes_input,
+        "passes_grad": passes_grad,
+        "constant": sum(buffer.untyped_storage().nbytes() for buffer in buffers),
+        "scratch": (forward_scratch, counter.with_result - grad_bytes, 0),
+        "work": (forward, counter.work, Work()),
+        "retyped": retyped,
+    }
 
 
 def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
@@ -223,9 +211,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return [(repr(key), _plain(entry)) for key, entry in value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return [_plain(entry) for entry in value]
+        return list(map(_plain, value))
     if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
+        return sorted(map(repr, value))  # equal sets may list their entries in another order
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, np.ndarray):
@@ -251,6 +239,7 @@ def _counter() -> Any:
     tensors that they made, in backward less the bytes alive at its start; ``with_result`` the same
     if forward's result were never freed.
     """
+    import torch
     from torch.utils.flop_counter import flop_registry
 
     from paralab.instruments.memory import Storages, tensors
@@ -262,6 +251,7 @@ def _counter() -> Any:
             super().__init__("cpu")
             self.work, self.peak, self.with_result = Work(), 0, 0
             self.is_result, self.result = False, None
+            self.retyped: dict[int, int] = {}  # {address: bytes of a storage's widest other type}
             self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
         def backward(self, result: Any) -> None:
@@ -283,6 +273,9 @@ def _counter() -> Any:
             self.peak = max(self.peak, self.live)
             gone = self.result[1] if self.result and self.result[0]() is None else 0
             self.with_result = max(self.with_result, self.live + gone)
+            if func in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default):
+                at = args[0].untyped_storage()._cdata
+                self.retyped[at] = max(self.retyped.get(at, 0), result.itemsize)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed

@@ -41,8 +41,7 @@ Y is stored as X is, but with j and k exchanged; the next layer exchanges them b
 Memory: 2D holds 1/q^2 of weights and activations, 2.5D 1/q^2 and 1/(d q^2), 3D 1/q^3 of both. But
 3D saves the gathered operands for backward, (MK + KN)/q^2 elements, where SUMMA sends them again.
 
-An op lists its messages in ``calls``, in the order in which it sends them, and sends no others.
-Weights are (N, K), as in torch. Lab 08.
+An op sends its messages in the order of ``calls``. Weights are (N, K), as in torch. Lab 08.
 """
 
 from __future__ import annotations
@@ -327,9 +326,8 @@ class SplitNorm(Norm):
 
 
 class Scatter(Op):
-    """The reduce-scatter behind the token embedding: it sums the embeddings over the ranks that
-    share the vocabulary and leaves each rank the rows of its own samples. Backward gathers the
-    gradients of all these samples on each of the ranks.
+    """The reduce-scatter behind the token embedding: it sums over the ranks that share the
+    vocabulary and leaves each rank the rows of its own samples. Backward gathers their gradients.
     """
 
     keeps_input = False

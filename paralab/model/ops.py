@@ -151,10 +151,8 @@ class Op:
 
 
 class Tokens(Op):
-    """Token embedding: (b, s) tokens to (T, width), from the rank's entries of the vocabulary.
-
-    A rank that holds only a range of the entries writes 0 for tokens outside it. The embedding is
-    the sum over the ranks that share the vocabulary, which a `Collective` behind this op computes.
+    """Token embedding: (b, s) tokens to (T, width), from the rank's entries of the vocabulary. It
+    is 0 for tokens outside these; a `Collective` behind this op sums over the ranks.
     """
 
     keeps_input, defers_grad = False, True
@@ -607,10 +605,8 @@ class Loss(Op):
 
 
 class Collective(Op):
-    """One of the conjugate operators `F`, `G`, `F_BAR`, `G_BAR` around a tensor-parallel pair.
-
-    The op computes nothing: parallel/tensor_parallel.py, which explains the operators, compiles
-    their calls to instructions of the program.
+    """One of the conjugate operators `F`, `G`, `F_BAR`, `G_BAR` around a tensor-parallel pair. The
+    op computes nothing: parallel/tensor_parallel.py makes its calls instructions of the program.
     """
 
     keeps_input = False

@@ -23,6 +23,7 @@ from paralab.interpret.predict import check_cluster
 from paralab.parallel.schedules import SCHEDULES
 from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan, rules
 from paralab.spec.cluster import Cluster
+from paralab.spec.plan import MANY
 from paralab.spec.rules import NONE
 from paralab.spec.settings import Coded, Columns
 
@@ -143,16 +144,14 @@ def values(
     replace the usual ones. Raises ValueError on a name that `Plan` does not have, and on values
     that cannot be estimated.
     """
-    fields = {field.name: field for field in dataclasses.fields(Plan)}
-    usual = {name: field.default for name, field in fields.items()}
+    usual = {field.name: field.default for field in dataclasses.fields(Plan)}
     for name in pinned:
         if name not in usual:
             raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):
-        _, most = fields[name].metadata["range"]
-        tried[name] = tuple(n for n in _divisors(global_batch) if n <= most)
+        tried[name] = tuple(n for n in _divisors(global_batch) if n <= MANY)
     tried |= {name: (usual[name],) for name in usual if name not in (*tried, *TRIED)} | TRIED
     tried["virtual_stages"] = tuple(2**k for k in range(model.layers.bit_length()))
     tried["offload"] = TRIED["offload"][: 1 + offloads + (offloads and cluster.disk is not None)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paralab.checks import Description, choice, count, flag, illegal, instance, one_of, real
+from paralab import checks
+from paralab.checks import amount, checked, choice, count, illegal, instance
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
 from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS
@@ -24,8 +25,30 @@ PRODUCTS = ("bf16", "fp16", "tf32")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
 
 
+def _link(name: str, value: Any) -> Link:
+    if isinstance(value, Mapping) and value.keys() == {"alpha", "bandwidth"}:
+        value = Link(**value)
+    return instance(name, value, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
+
+
+def _three(name: str, rates: Any) -> tuple[float, ...]:
+    if not isinstance(rates, (tuple, list)) or len(rates) != 3:
+        raise illegal(name, rates, "not three rates", "(FLOP/s of x W^T, of g W, of g^T x)")
+    return tuple(checks.real(name, rate, above=0.0) for rate in rates)
+
+
+def _table(keys: tuple[str, ...], check: Callable[[str, Any], Any], legal: str) -> Any:
+    """A field for a mapping from some of ``keys`` to values that pass ``check``."""
+
+    def table(name: str, value: Any) -> dict[str, Any]:
+        entries = instance(name, value, Mapping, legal, "table").items()
+        return {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in entries}
+
+    return checked(table, default_factory=dict, hash=False)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Description):
+class Cluster(checks.Description):
     """Nodes of devices, and two levels of links: inside a node and between nodes.
 
     name              what reports and figures call it
@@ -74,66 +97,51 @@ class Cluster(Description):
                       on its own (a laptop's ranks share cores, GPUs do not)
     """
 
-    name: str = "stated"
+    name: str = checked(
+        partial(instance, kind=str, legal='a text such as "ours"', noun="text"), "stated"
+    )
     nodes: int = count(1, at_most=2**20)
     devices_per_node: int = count(8, at_most=2**20)
-    flops: float
-    memory_bandwidth: float
-    operand_bandwidth: float | None = None
-    elements: Mapping[str, float] = field(default_factory=dict, hash=False)
-    fused: bool = flag(False)
-    op_overhead: float = 0.0
-    launch_overhead: float = 0.0
-    call_overhead: float = 0.0
-    wait_overhead: float = 0.0
-    wait_work: float = 0.0
+    flops: float = amount(above=0.0)
+    memory_bandwidth: float = amount(above=0.0)
+    operand_bandwidth: float | None = amount(None, above=0.0)
+    elements: Mapping[str, float] = _table(
+        ELEMENTS, partial(checks.real, at_least=0.0), '{"exp": 1e-9}'
+    )
+    fused: bool = checks.flag(False)
+    op_overhead: float = amount(0.0, at_least=0.0)
+    launch_overhead: float = amount(0.0, at_least=0.0)
+    call_overhead: float = amount(0.0, at_least=0.0)
+    wait_overhead: float = amount(0.0, at_least=0.0)
+    wait_work: float = amount(0.0, at_least=0.0)
     memory: int = count(2**62)
-    intra: Link
-    inter: Link | None = None
+    intra: Link = checked(_link)
+    inter: Link | None = checked(_link, None)
     ports: int | None = count(None, at_most=2**20)
-    algorithm: str | None = one_of(None, *ALGORITHMS)
-    host: Link | None = None
-    disk: Link | None = None
-    host_bandwidth: float | None = None
-    collectives: Mapping[str, Link] = field(default_factory=dict, hash=False)
-    products: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, hash=False)
+    algorithm: str | None = checks.one_of(None, *ALGORITHMS)
+    host: Link | None = checked(_link, None)
+    disk: Link | None = checked(_link, None)
+    host_bandwidth: float | None = amount(None, above=0.0)
+    collectives: Mapping[str, Link] = _table(OPS, _link, "{operation: pl.Link}")
+    products: Mapping[str, tuple[float, float, float]] = _table(
+        PRODUCTS, _three, '{"bf16": (7e9, 1.5e9, 16e9)}'
+    )
     cores: int | None = count(None, at_most=2**20)
-    peak_flops: float | None = None
-    half_rate_tokens: float = 0.0
-    odd_products: float = 1.0
+    peak_flops: float | None = amount(None, above=0.0)
+    half_rate_tokens: float = amount(0.0, at_least=0.0)
+    odd_products: float = amount(1.0, above=0.0)
     # The function behind `local`. instruments/calibrate.py sets it, because measuring runs plans,
     # and spec/ imports nothing that runs a plan. `import paralab` loads both.
     measure: ClassVar[Callable[..., Cluster]]
 
     def __post_init__(self) -> None:
-        def keep(check: Callable[..., Any], *names: str, **bound: float) -> None:
-            for name in names:
-                object.__setattr__(self, name, check(name, getattr(self, name), **bound))
-
-        def stated(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) is not None]
-
-        def keep_table(name: str, keys: tuple, check: Callable[..., Any], legal: str) -> None:
-            entries = instance(name, getattr(self, name), Mapping, legal, "table").items()
-            table = {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in entries}
-            object.__setattr__(self, name, table)
-
-        self.check_fields()
-        instance("name", self.name, str, 'a text such as "ours"', "text")
-        keep(real, "flops", "memory_bandwidth", "odd_products", above=0.0)
+        super().__post_init__()
         if self.odd_products > 1:
             raise illegal(
                 "odd_products", self.odd_products, "a share is at most 1", "above 0, at most 1"
             )
-        keep(real, "op_overhead", "launch_overhead", "call_overhead", "wait_overhead", at_least=0.0)
-        keep(real, "wait_work", "half_rate_tokens", at_least=0.0)
-        keep(_link, "intra", *stated("inter", "host", "disk"))
         if self.inter is None:
             object.__setattr__(self, "inter", self.intra)
-        keep(real, *stated("host_bandwidth", "peak_flops", "operand_bandwidth"), above=0.0)
-        keep_table("collectives", OPS, _link, "{operation: pl.Link}")
-        keep_table("products", PRODUCTS, _three, '{"bf16": (7e9, 1.5e9, 16e9)}')
-        keep_table("elements", ELEMENTS, partial(real, at_least=0.0), '{"exp": 1e-9}')
 
     @property
     def num_devices(self) -> int:
@@ -153,14 +161,6 @@ class Cluster(Description):
     def node_of(self, rank: int) -> int:
         """The node of a rank; ranks fill one node after the other."""
         return rank // self.devices_per_node
-
-    def link(self, op: str, level: str) -> Link:
-        """The link that collective ``op`` runs on at ``level``, "intra" or "inter"."""
-        choice("op", op, OPS)
-        choice("level", level, ("intra", "inter"))
-        if level == "inter":
-            return self.inter  # type: ignore[return-value]  # __post_init__ filled it
-        return self.collectives.get(op, self.intra)
 
     def reach(self, ranks: Sequence[int]) -> Reach:
         """How a group of ranks is spread over this cluster's nodes."""
@@ -227,18 +227,6 @@ class Cluster(Description):
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 
 
-def _link(name: str, value: Any) -> Link:
-    if isinstance(value, Mapping) and value.keys() == {"alpha", "bandwidth"}:
-        value = Link(**value)
-    return instance(name, value, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
-
-
-def _three(name: str, rates: Any) -> tuple[float, ...]:
-    if not isinstance(rates, (tuple, list)) or len(rates) != 3:
-        raise illegal(name, rates, "not three rates", "(FLOP/s of x W^T, of g W, of g^T x)")
-    return tuple(real(name, rate, above=0.0) for rate in rates)
-
-
 def available_cores() -> int:
     """Processor cores that this process and its ranks may use at the same time: the machine's, or
     a container's share of them.
@@ -261,7 +249,6 @@ def _dgx(
     port_gbs: float,
     host_gbs: float,
     host_memory_gbs: float,
-    devices: int = 8,
 ) -> dict:
     """The fields of a preset, see CLUSTER_PRESETS; figures in GB and GB/s.
 
@@ -270,7 +257,6 @@ def _dgx(
     """
     rates = {name: reached * peak for name, peak in peaks.items()}
     return {
-        "devices_per_node": devices,
         "peak_flops": peaks["fp16"],
         "flops": rates.pop("fp32"),
         "products": {name: (rate, rate, rate) for name, rate in rates.items()},
@@ -310,10 +296,8 @@ _V100 = {"fp32": 15.7e12, "fp16": 125e12}
 _A100 = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
 _H100 = {"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp16": 989e12}
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-v100": {
-        **_dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16, devices=16),
-        "ports": 8,
-    },
+    "dgx-v100": _dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16)
+    | {"devices_per_node": 16, "ports": 8},
     "dgx-a100": _dgx(_A100, 271.2 / 312, 80, 2039, 229, 25, 31, 51),
     "dgx-h100": _dgx(_H100, 794.5 / 989, 80, 3350, 370, 50, 63, 77),
 }

@@ -10,17 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, shown
-from paralab.parallel.schedules import (
-    OWN_SCHEDULES,
-    RELAY,
-    SCHEDULES,
-    Action,
-    build,
-    takes_three,
-)
+from paralab.parallel import schedules
+from paralab.parallel.schedules import RELAY, Action
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
-SCHEDULE_NAMES = (*SCHEDULES, RELAY)
+SCHEDULE_NAMES = (*schedules.SCHEDULES, RELAY)
 OWN_FORM = "own: "  # a saved plan has this and the name of a form, not its code
 BLOCK_FORM = (
     "None for the standard block, or a class or function that makes an nn.Module from a ModelSpec"
@@ -39,32 +33,33 @@ def saved(form: Any) -> bool:
     return isinstance(form, str) and form.startswith(OWN_FORM)
 
 
-def check_grad_sync(form: Any) -> None:
-    """Raise unless ``form`` names a form; None leaves the gradients to the plan's passes."""
+def check_grad_sync(name: str, form: Any) -> str | None:
+    """The name of a form, or None, which leaves the gradients to the plan's passes."""
     if callable(form):
         why = "a plan is compiled before it runs, and what a class of your own does would be known "
         legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that "
         legal += "inserts the sums: passes=(f,)"
-        raise illegal("grad_sync", form_name(form), why + "only during the run", legal)
-    choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
+        raise illegal(name, form_name(form), why + "only during the run", legal)
+    return choice(name, form, (*GRAD_SYNC_FORMS, None))
 
 
-def check_passes(forms: Any) -> tuple[Any, ...]:
+def check_passes(name: str, forms: Any) -> tuple[Any, ...]:
     """The user's passes as a tuple. Raises if one of them cannot be called."""
     legal = "functions f(program) -> program, see paralab.programs.own"
-    instance("passes", forms, (tuple, list), f"a tuple of {legal}", "sequence")
+    instance(name, forms, (tuple, list), f"a tuple of {legal}", "sequence")
     for form in forms:
         if not callable(form) and not saved(form):
-            raise illegal("passes", forms, f"{shown(form)} cannot be called", legal)
+            raise illegal(name, forms, f"{shown(form)} cannot be called", legal)
     return tuple(forms)
 
 
-def check_schedule(form: Any) -> None:
+def check_schedule(name: str, form: Any) -> Any:
     """Raise if ``form`` cannot be a schedule, as far as can be known before it is called."""
     if callable(form):
-        takes_three(form)
+        schedules.takes_three(form)
     elif not saved(form):
-        choice("schedule", form, SCHEDULE_NAMES, *OWN_SCHEDULES)
+        choice(name, form, SCHEDULE_NAMES, *schedules.OWN_SCHEDULES)
+    return form
 
 
 def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
@@ -78,7 +73,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
 
     if form == RELAY:  # callers see the relay's rank as one stage
         form = "gpipe"
-    lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    lists = schedules.build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
         why = f"it returned {count_of(len(lists), 'list')}"
         raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")
@@ -89,10 +84,11 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
 _build_once = lru_cache(maxsize=64)(_build)
 
 
-def check_block(form: Any) -> None:
+def check_block(name: str, form: Any) -> Any:
     """Raise if ``form`` cannot make blocks, as far as can be known before it is called."""
-    if form is not None and not callable(form) and not saved(form):
-        raise illegal("block", form, "neither a class nor a function", BLOCK_FORM)
+    if not callable(form) and not saved(form):
+        raise illegal(name, form, "neither a class nor a function", BLOCK_FORM)
+    return form
 
 
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:

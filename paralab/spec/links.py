@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paralab.checks import Description, real
+from paralab.checks import Description, amount
 
 ALGORITHMS = ("ring", "tree")
 TREE = 0.9  # rate of NCCL's trees, as a share of its rings'
@@ -44,12 +44,8 @@ class Link(Description):
     bandwidth  bytes per second that one rank can send
     """
 
-    alpha: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", real("alpha", self.alpha, at_least=0.0))
-        object.__setattr__(self, "bandwidth", real("bandwidth", self.bandwidth, above=0.0))
+    alpha: float = amount(at_least=0.0)
+    bandwidth: float = amount(above=0.0)
 
     def seconds(self, wire_bytes: float) -> float:
         """Time for one rank to send ``wire_bytes``."""

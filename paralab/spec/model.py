@@ -8,15 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from paralab.checks import Description, choice, count, flag, illegal, real
+from paralab.checks import Description, checked, choice, count, flag, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
 TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
 # By precision. AdamW also keeps a 4-byte master copy of 16-bit parameters.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_WEIGHTS = 2**52  # layers * hidden^2; 12 weights of up to 16 bytes each, counted in 63 bits
+
+
+def _probability(name: str, value: Any) -> float:
+    probability = real(name, value)
+    if not 0.0 <= probability < 1.0:
+        raise illegal(name, value, "not a probability below 1", "from 0 to below 1")
+    return probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +55,12 @@ class ModelSpec(Description):
     seq_len: int = count(at_most=2**24)
     vocab: int = count(256, at_most=2**24)
     tied: bool = flag(True)
-    dropout: float = 0.0
-    attention: str | None = None
-    block: Callable[[ModelSpec], Any] | None = None
+    dropout: float = checked(_probability, 0.0)
+    attention: str | None = checked(partial(choice, options=("explicit", "sdpa", None)), None)
+    block: Callable[[ModelSpec], Any] | None = checked(check_block, None)
 
     def __post_init__(self) -> None:
-        self.check_fields()
+        super().__post_init__()
         if self.layers * self.hidden**2 > MAX_WEIGHTS:
             most = math.isqrt(MAX_WEIGHTS // self.layers)
             why = f"{self.layers} such layers have too many parameters to count in 63 bits"
@@ -61,12 +69,6 @@ class ModelSpec(Description):
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
             why = f"hidden={self.hidden} is not divisible by it"
             raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
-        dropout = real("dropout", self.dropout)
-        if not 0.0 <= dropout < 1.0:
-            raise illegal("dropout", self.dropout, "not a probability below 1", "from 0 to below 1")
-        object.__setattr__(self, "dropout", dropout)
-        choice("attention", self.attention, ("explicit", "sdpa", None))
-        check_block(self.block)
 
     def resolved(self, *, gpus: bool) -> ModelSpec:
         """This model with ``attention`` set: None becomes "sdpa" on GPUs, and "explicit" on
@@ -102,17 +104,17 @@ class ModelSpec(Description):
 
     @property
     def num_params(self) -> int:
-        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
+        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied; with a block
+        of your own, those of its parameters in the place of 12h^2 + 13h.
 
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
-        LayerNorm's 2h. With a block of your own, the elements of its parameters count instead.
+        LayerNorm's 2h.
         """
+        h, of_block = self.hidden, 12 * self.hidden**2 + 13 * self.hidden
         if self.block is not None:
-            return sum(map(math.prod, self.parameter_shapes().values()))
-        h = self.hidden
-        untied = 0 if self.tied else self.vocab * h
-        blocks = self.layers * (12 * h * h + 13 * h)
-        return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
+            of_block = sum(map(math.prod, block_shapes(self.block, self).values()))
+        matrices = 1 if self.tied else 2  # V x h: the token embedding and the output's weight
+        return self.layers * of_block + (matrices * self.vocab + self.seq_len + 2) * h
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a ``block`` of your own, its name."""
@@ -129,7 +131,8 @@ class ModelSpec(Description):
         return cls(**MODEL_PRESETS[name])
 
 
-def _megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+def megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """The fields of a model that PTD-P or Korthikanti+ trained with Megatron-LM."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": 2048, "vocab": 51200}
     return {**sizes, "attention": "explicit"}  # as the paper's code and its formulas have it
 
@@ -138,10 +141,10 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {"layers": 4, "hidden": 128, "heads": 4, "seq_len": 64, "vocab": 256},
     "gpt2": {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "vocab": 50257},
     # PTD-P, arXiv:2104.04473, Table 1: sequence 2048, vocabulary 51200.
-    "ptdp-1.7b": _megatron(24, 2304, 24),
-    "ptdp-7.5b": _megatron(36, 4096, 32),
-    "ptdp-39b": _megatron(48, 8192, 64),
-    "ptdp-145b": _megatron(80, 12288, 96),
-    "ptdp-1t": _megatron(128, 25600, 160),
-    "gpt3-175b": _megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
+    "ptdp-1.7b": megatron(24, 2304, 24),
+    "ptdp-7.5b": megatron(36, 4096, 32),
+    "ptdp-39b": megatron(48, 8192, 64),
+    "ptdp-145b": megatron(80, 12288, 96),
+    "ptdp-1t": megatron(128, 25600, 160),
+    "gpt3-175b": megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
 }

@@ -10,20 +10,16 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from paralab.checks import Description, choice, count, flag, instance, one_of, whole
+from paralab.checks import Description, checked, choice, count, flag, instance, one_of, whole
 from paralab.parallel.schedules import RELAY, Action
-from paralab.spec.forms import (
-    OWN_FORM,
-    check_grad_sync,
-    check_passes,
-    check_schedule,
-    form_name,
-    make_schedule,
-)
+from paralab.spec import forms
 from paralab.spec.model import ModelSpec
-from paralab.spec.rules import RULES, refuse, tensor_grid
+from paralab.spec.rules import GRID, RULES, refuse
 from paralab.spec.settings import Settings
 from paralab.spec.tiers import Offload, as_offload, resolved
+
+# Of most sizes of a plan; beyond any use. rules.py has narrower limits for combinations.
+MANY = 2**20
 
 
 class Place(NamedTuple):
@@ -97,39 +93,31 @@ class Plan(Description):
     Ranks are assigned to the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
-    # These upper limits are beyond any use; rules.py has narrower ones for combinations.
-    dp: int = count(1, at_most=2**20)
-    tp: int = count(1, at_most=2**20)
-    pp: int = count(1, at_most=2**20)
-    schedule: Any = "1f1b"
-    microbatches: int = count(1, at_most=2**20)
-    microbatch_size: int = count(2, at_most=2**20)
-    virtual_stages: int = count(1, at_most=2**20)
+    dp: int = count(1, at_most=MANY)
+    tp: int = count(1, at_most=MANY)
+    pp: int = count(1, at_most=MANY)
+    schedule: Any = checked(forms.check_schedule, "1f1b")
+    microbatches: int = count(1, at_most=MANY)
+    microbatch_size: int = count(2, at_most=MANY)
+    virtual_stages: int = count(1, at_most=MANY)
     zero_stage: int = count(0, at_least=0, at_most=3)
-    shard: int | None = count(None, at_most=2**20)
+    shard: int | None = count(None, at_most=MANY)
     sequence_parallel: bool = flag(False)
     recompute: str = one_of("none", "selective", "full")
-    offload: Any = None
+    offload: Any = checked(as_offload, None)
     precision: str = one_of("fp32", "bf16", "fp16")
     grad_dtype: str | None = one_of(None, "fp32", "fp32-copy")
     tf32: bool = flag(False)
     tp_mode: str = one_of("1d", "2d", "2.5d", "3d")
-    tp_depth: int | None = count(None, at_most=2**20)
+    tp_depth: int | None = count(None, at_most=MANY)
     tp_overlap: bool = flag(True)
     partition_activations: bool = flag(False)
     partition_messages: bool = flag(False)
-    grad_sync: Any = "overlapped"
+    grad_sync: Any = checked(forms.check_grad_sync, "overlapped")
     bucket_bytes: int = count(4 * 2**20)
-    prefetch: int = count(1, at_least=0, at_most=2**20)
-    secondary_shard: int | None = count(None, at_most=2**20)
-    passes: tuple = ()
-
-    def __post_init__(self) -> None:
-        self.check_fields()
-        check_grad_sync(self.grad_sync)
-        object.__setattr__(self, "passes", check_passes(self.passes))
-        check_schedule(self.schedule)
-        object.__setattr__(self, "offload", as_offload(self.offload))
+    prefetch: int = count(1, at_least=0, at_most=MANY)
+    secondary_shard: int | None = count(None, at_most=MANY)
+    passes: tuple = checked(forms.check_passes, ())
 
     @property
     def tiers(self) -> Offload | None:
@@ -172,7 +160,9 @@ class Plan(Description):
 
         Raises ``ValueError`` with legal values if tp makes no such grid.
         """
-        return tensor_grid(self.tp, self.tp_mode, self.tp_depth)
+        settings = Settings(self)
+        refuse(GRID, settings)
+        return settings.grid.q, settings.grid.depth
 
     def place(self, rank: int) -> Place:
         """Indices of a global rank: pipeline, data-parallel and tensor-parallel. Raises ValueError
@@ -229,18 +219,19 @@ class Plan(Description):
         user's passes.
         """
         if self.grad_sync is None:
-            return OWN_FORM + ", ".join(name.removeprefix(OWN_FORM) for name in self.pass_names)
+            names = (name.removeprefix(forms.OWN_FORM) for name in self.pass_names)
+            return forms.OWN_FORM + ", ".join(names)
         return self.grad_sync
 
     @property
     def pass_names(self) -> tuple[str, ...]:
         """The user's passes as text: "own: " and a function's name."""
-        return tuple(map(form_name, self.passes))
+        return tuple(map(forms.form_name, self.passes))
 
     @property
     def schedule_name(self) -> str:
         """The pipeline schedule as text: its name, or "own: " and a function's."""
-        return form_name(self.schedule)
+        return forms.form_name(self.schedule)
 
     @property
     def relays(self) -> bool:
@@ -275,7 +266,7 @@ class Plan(Description):
         Do not modify the lists: built-in schedules are cached. Raises ``ValueError`` if these
         settings make no schedule, or if the user's own function returns none that is valid.
         """
-        return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        return forms.make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a schedule or pass of your own, its name: it may not be copyable."""

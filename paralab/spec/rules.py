@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import lcm
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
@@ -101,13 +100,6 @@ GRID = (
         "{s.grid.sizes}",
     ),
 )
-
-
-def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
-    """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
-    settings = Settings(SimpleNamespace(tp=tp, tp_mode=mode, tp_depth=depth))
-    refuse(GRID, settings)
-    return settings.grid.q, settings.grid.depth
 
 
 def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
@@ -221,6 +213,8 @@ def _most_stages(s: Any) -> str:
     return f"up to {most}" if most else f"1 with pp of at most {s.layers}"
 
 
+FETCHES = "schedule='l2l' fetches parameters part by part from the host or from files"
+FETCHED = "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline schedule"
 RELAYS = (
     *(
         Rule(
@@ -231,20 +225,17 @@ RELAYS = (
         )
         for field in ("pp", "virtual_stages")
     ),
-    *(
-        Rule(
-            field,
-            lambda s, field=field: implies(
-                s.schedule == RELAY,
-                s.zero_stage == 3 if field == "zero_stage" else s.place.parameters != "device",
-            ),
-            f"schedule='l2l' fetches parameters part by part from the host or from files, {why}",
-            "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline schedule",
-        )
-        for field, why in (
-            ("zero_stage", "and only zero_stage=3 can keep them there"),
-            ("offload", "and this plan keeps them on the device"),
-        )
+    Rule(
+        "zero_stage",
+        lambda s: implies(s.schedule == RELAY, s.zero_stage == 3),
+        f"{FETCHES}, and only zero_stage=3 can keep them there",
+        FETCHED,
+    ),
+    Rule(
+        "offload",
+        lambda s: implies(s.schedule == RELAY, s.place.parameters != "device"),
+        f"{FETCHES}, and this plan keeps them on the device",
+        FETCHED,
     ),
     Rule(
         "recompute",

@@ -31,16 +31,19 @@ def derived(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Grid(NamedTuple):
     """The grid of a tp group: ``depth`` squares of q x q ranks; q = 0 if tp makes no such grid.
-    The properties heads, vocab, hidden and microbatch_size are the numbers of equal parts into
-    which the group partitions these sizes.
 
     stated  the depth that the plan states, or None
+    heads, vocab, hidden, microbatch_size  numbers of equal parts that the group makes of these
     """
 
     mode: str
     q: int
     depth: int
     stated: int | None
+    heads: int
+    vocab: int
+    hidden: int
+    microbatch_size: int
 
     @property
     def shape(self) -> str:
@@ -59,35 +62,22 @@ class Grid(NamedTuple):
             ranks = {d * q * q for q in range(1, 9) for d in depths if self.stated or d <= q}
         return ", ".join(map(str, sorted(ranks)[:12])) + ", ..."
 
-    @property
-    def heads(self) -> int:
-        return self.q or 1
-
-    @property
-    def vocab(self) -> int:
-        return self.heads ** (2 if self.mode == "3d" else 1)
-
-    @property
-    def hidden(self) -> int:
-        return 1 if self.mode == "1d" else self.vocab
-
-    @property
-    def microbatch_size(self) -> int:
-        return 1 if self.mode == "1d" else self.heads * (self.depth or 1)
-
 
 @derived
 def grid(tp: int, tp_mode: str, tp_depth: int | None) -> Grid:
-    q_and_depth = (tp, 1)
+    q, depth = tp, 1
     if tp_mode == "2.5d":
         depths = [tp_depth] if tp_depth else range(round(tp ** (1 / 3)), 0, -1)
         squares = ((math.isqrt(tp // d), d) for d in depths)
-        q_and_depth = next(((q, d) for q, d in squares if d * q * q == tp), (0, 0))
+        q, depth = next(((q, d) for q, d in squares if d * q * q == tp), (0, 0))
     elif tp_mode != "1d":
         power = 3 if tp_mode == "3d" else 2
         q = round(tp ** (1 / power))
-        q_and_depth = (q, q if power == 3 else 1) if q**power == tp else (0, 0)
-    return Grid(tp_mode, *q_and_depth, tp_depth)
+        q, depth = (q, q if power == 3 else 1) if q**power == tp else (0, 0)
+    rows = q or 1
+    entries = rows**2 if tp_mode == "3d" else rows
+    cut = (1, 1) if tp_mode == "1d" else (entries, rows * (depth or 1))  # hidden and samples
+    return Grid(tp_mode, q, depth, tp_depth, rows, entries, *cut)
 
 
 @derived
@@ -187,8 +177,6 @@ class Coded:
 
     def __ne__(self, other: object) -> Any:
         return ~(self == other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def column(values: Sequence[Any], codes: Any) -> Any:

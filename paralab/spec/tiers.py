@@ -11,14 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from paralab.checks import Description, choice, illegal, num_bytes, shown
+from paralab.checks import Description, checked, choice, flag, illegal, num_bytes, one_of, shown
 
 PLACES = ("device", "cpu", "nvme")
 LINKS = ("h2d", "d2h", "disk")
 WAYS = ("h2d", "d2h", "disk read", "disk write")  # the directions of copies over LINKS
 _STATES = ("parameters", "gradients", "optimizer", "activations")
+
+
+def _limits(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """The setting ``bandwidth`` as pairs, because a plan can be a key."""
+    try:
+        stated = dict(value or ())
+    except (TypeError, ValueError):
+        legal = 'bytes per second by link, such as {"disk": "500MB"}'
+        raise illegal(name, value, "not a table", legal) from None
+    limits = [(choice(name, link, LINKS), of) for link, of in stated.items()]
+    return tuple(sorted((link, num_bytes(f"{name}[{link!r}]", of)) for link, of in limits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +51,15 @@ class Offload(Description):
                  bound, to see the effect of a slower link
     """
 
-    parameters: str = "device"
-    gradients: str = "device"
-    optimizer: str = "device"
-    activations: str = "device"
-    delayed: bool = False
-    folder: str | None = None
-    cached: bool = False
-    bandwidth: Any = ()  # kept as pairs: a plan can be a key
-
-    def __post_init__(self) -> None:
-        for name in _STATES:
-            choice(f"offload[{name!r}]", getattr(self, name), PLACES)
-        for name in ("delayed", "cached"):
-            choice(f"offload[{name!r}]", getattr(self, name), (True, False))
-        if self.folder is not None:
-            object.__setattr__(self, "folder", str(self.folder))
-        try:
-            stated = dict(self.bandwidth or ())
-        except (TypeError, ValueError):
-            legal = 'bytes per second by link, such as {"disk": "500MB"}'
-            raise illegal("offload['bandwidth']", self.bandwidth, "not a table", legal) from None
-        for name in stated:
-            choice("offload['bandwidth']", name, LINKS)
-        limits = {n: num_bytes(f"offload['bandwidth'][{n!r}]", v) for n, v in stated.items()}
-        object.__setattr__(self, "bandwidth", tuple(sorted(limits.items())))
+    called: ClassVar[str] = "offload[{!r}]"
+    parameters: str = one_of(*PLACES)
+    gradients: str = one_of(*PLACES)
+    optimizer: str = one_of(*PLACES)
+    activations: str = one_of(*PLACES)
+    delayed: bool = flag(False)
+    folder: str | None = checked(lambda _, folder: str(folder), None)
+    cached: bool = flag(False)
+    bandwidth: Any = checked(_limits, ())
 
     @property
     def limits(self) -> dict[str, int]:
@@ -81,21 +76,21 @@ class Offload(Description):
         return any(getattr(self, name) == place for name in _STATES)
 
 
-def as_offload(value: Any) -> str | Offload | None:
+def as_offload(name: str, value: Any) -> str | Offload:
     """The checked value of the setting ``offload`` that `Plan` stores."""
-    if value is None or isinstance(value, Offload):
+    if isinstance(value, Offload):
         return value
     if isinstance(value, str):
-        return choice("offload", value, PLACES[1:])
+        return choice(name, value, PLACES[1:])
     if isinstance(value, Mapping):
         known = [field.name for field in fields(Offload)]
-        for name in value:
-            if name not in known:
+        for field in value:
+            if field not in known:
                 why, legal = "Offload has no such field", ", ".join(known)
-                raise illegal(f"offload[{shown(name)}]", value[name], why, legal)
+                raise illegal(f"{name}[{shown(field)}]", value[field], why, legal)
         return Offload(**value)
     legal = "None | 'cpu' | 'nvme' | {'parameters': 'cpu', 'optimizer': 'nvme', ...}"
-    raise illegal("offload", value, "not a place", legal)
+    raise illegal(name, value, "not a place", legal)
 
 
 def resolved(value: str | Offload | None, zero_stage: int) -> Offload | None:

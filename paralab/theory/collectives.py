@@ -30,7 +30,9 @@ from paralab.theory.traffic import share
 from paralab.theory.work import ITEM
 
 TREE = "tree_all_reduce"
-ALGORITHMS = ("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", TREE)
+# {ring: its halves, 1 for a reduce-scatter and 2 for an all-gather}
+HALVES = {"ring_reduce_scatter": (1,), "ring_all_gather": (2,), "ring_all_reduce": (1, 2)}
+ALGORITHMS = (*HALVES, TREE)
 
 
 def steps(algorithm: str, n: int) -> int:
@@ -39,7 +41,7 @@ def steps(algorithm: str, n: int) -> int:
     """
     choice("algorithm", algorithm, ALGORITHMS)
     n = whole("n", n, at_least=1)
-    return 2 * rounds(n) if algorithm == TREE else len(_halves(algorithm)) * (n - 1)
+    return 2 * rounds(n) if algorithm == TREE else len(HALVES[algorithm]) * (n - 1)
 
 
 def seconds(algorithm: str, n: int, nbytes: int, link: Link) -> float:
@@ -62,13 +64,7 @@ def wire_bytes(algorithm: str, n: int, nbytes: int, index: int = 0) -> int:
     if n == 1:
         return 0
     # In every half a member sends all chunks but one, the first or second after its own.
-    halves = _halves(algorithm)
-    return sum(count - share(count, n, (index + half) % n) for half in halves) * ITEM
-
-
-def _halves(algorithm: str) -> tuple[int, ...]:
-    """Of a ring: 1 for a reduce-scatter, 2 for an all-gather; an all-reduce consists of both."""
-    return {"ring_reduce_scatter": (1,), "ring_all_gather": (2,)}.get(algorithm, (1, 2))
+    return sum(count - share(count, n, (index + k) % n) for k in HALVES[algorithm]) * ITEM
 
 
 def _elements(nbytes: int) -> int:
@@ -80,8 +76,6 @@ def _elements(nbytes: int) -> int:
 
 
 def _tree_neighbours(n: int, index: int) -> int:
-    """Number of neighbours of member ``index`` in the binomial tree that is rooted in member 0: its
-    parent, and its children.
-    """
-    offsets = {2**k: index % 2 ** (k + 1) for k in range(rounds(n))}
-    return sum(at == d or (at == 0 and index + d < n) for d, at in offsets.items())
+    """The parent and the children of member ``index`` in the binomial tree rooted in member 0."""
+    distances = [2**k for k in range(rounds(n))]
+    return (index > 0) + sum(index % (2 * d) == 0 and index + d < n for d in distances)

@@ -63,9 +63,7 @@ class Comparison:
         return f"Comparison({_plan_text(self.expect)}: {columns}, bytes {verdict})"
 
     def __str__(self) -> str:
-        rows = [("per step", *COLUMNS)]
-        for name, row in self.table.iterrows():
-            rows.append((str(name), *(_shown(row[c], row["unit"]) for c in COLUMNS)))
+        rows = [("per step", *COLUMNS), *self._rows()]
         first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "   ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows
@@ -75,13 +73,17 @@ class Comparison:
             lines += ["", *textwrap.wrap(f"{name}: {note}", 100, subsequent_indent="  ")]
         return "\n".join(lines)
 
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = self.table.iterrows()
+        return [(str(n), *(_shown(row[c], row["unit"]) for c in COLUMNS)) for n, row in rows]
+
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{c}</th>" for c in ("per step", *COLUMNS, "what the gap means"))
         number, text = 'style="text-align:right;white-space:nowrap"', 'style="text-align:left"'
         body = []
-        for name, row in self.table.iterrows():
-            cells = "".join(f"<td {number}>{_shown(row[c], row['unit'])}</td>" for c in COLUMNS)
-            label, note = html.escape(str(name)), html.escape(self.notes.get(str(name), ""))
+        for name, *row in self._rows():
+            cells = "".join(f"<td {number}>{cell}</td>" for cell in row)
+            label, note = html.escape(name), html.escape(self.notes.get(name, ""))
             body.append(f"<tr><th {text}>{label}</th>{cells}<td {text}>{note}</td></tr>")
         caption = html.escape(f"{_plan_text(self.expect)} on cluster {self.expect.cluster.name}")
         return (

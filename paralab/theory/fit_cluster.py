@@ -23,11 +23,12 @@ model, one rate of FLOP/s per device for everything. There are at most ten such 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -173,17 +174,15 @@ def fit_cluster(
             model = run.model.resolved(gpus=wide.gpus)
             totals.append(Totals(model, run.plan, wide, run.optimizer, many=True))
 
-    cache = {}
+    corrected = functools.cache(functools.partial(_with, wide, used))
+
+    @functools.cache  # several fits begin at the same factors
+    def error(number: int, factors: tuple[float, ...]) -> float:
+        return math.log(totals[number].seconds(corrected(factors)) / runs[number].seconds)
 
     def errors_at(factors: Any, which: Any) -> Any:
         """The errors, as logarithms, of the runs numbered ``which`` with these factors."""
-        errors = cache.setdefault(factors.tobytes(), np.full(len(runs), np.nan))
-        corrected = _with(wide, used, factors)
-        for number in which:
-            if math.isnan(errors[number]):
-                seconds = totals[number].seconds(corrected)
-                errors[number] = math.log(seconds / runs[number].seconds)
-        return errors[which]
+        return np.array([error(number, tuple(factors.tolist())) for number in which.tolist()])
 
     bounds = np.full(len(used), np.inf)
     if wide.peak_flops:
@@ -285,25 +284,24 @@ def _fitted(
     errors_at: Callable[..., Any], which: Any, used: Sequence[str], bounds: Any
 ) -> tuple[Any, Any]:
     """(the factors that fit the runs numbered ``which`` best, the errors of these runs)."""
-    factors = np.zeros(len(used))
-    errors = errors_at(factors, which)
-    if "launch" in used:  # where the device's work hides launches, their derivative is zero
-        for launch in LAUNCHES:
-            trial = np.where(np.array(used) == "launch", launch, 0.0)
-            trial_errors = errors_at(trial, which)
-            if _cost(trial_errors, trial) < _cost(errors, factors):
-                factors, errors = trial, trial_errors
+
+    def tried(factors: Any) -> tuple[float, Any, Any]:
+        errors = errors_at(factors, which)
+        return _cost(errors, factors), factors, errors
+
+    # Where the device's work hides launches, the derivative of their time is zero.
+    starts = (0.0, *LAUNCHES) if "launch" in used else (0.0,)
+    trials = [tried(np.where(np.array(used) == "launch", start, 0.0)) for start in starts]
+    cost, factors, errors = min(trials, key=itemgetter(0))
     for _ in range(STEPS):
         nudged = [errors_at(factors + row, which) for row in NUDGE * np.eye(len(used))]
         slopes = np.stack([(at_nudge - errors) / NUDGE for at_nudge in nudged], axis=1)
         step = _solved(errors, slopes, factors, bounds) - factors
-        for fraction in (1.0, 0.5, 0.25):
-            trial_errors = errors_at(factors + fraction * step, which)
-            if _cost(trial_errors, factors + fraction * step) < _cost(errors, factors) - 1e-3:
-                factors, errors = factors + fraction * step, trial_errors
-                break
-        else:
+        shortened = (tried(factors + fraction * step) for fraction in (1.0, 0.5, 0.25))
+        better = next((trial for trial in shortened if trial[0] < cost - 1e-3), None)
+        if better is None:
             break
+        cost, factors, errors = better
     return factors, errors
 
 

@@ -1,9 +1,8 @@
 """The bubble that a pipeline's schedule causes by itself, with links that cost nothing.
 
-A report knows what every rank computed, in which order, and at what cost. The ideal is the same
-order with the typical costs, simulated without communication (theory/pipeline.py). Its idle time is
-the schedule's own bubble; further idle time in a run comes from links, from uneven costs and from
-what the ranks share. Three numbers say how large a bubble is:
+The ideal of a report is its order of work with its typical costs, simulated without communication
+(theory/pipeline.py). Further idle time in a run comes from links, from uneven costs and from what
+the ranks share. Three numbers say how large a bubble is:
 
     formula     balanced stages, free links: (p-1)/(m+p-1) of device time for GPipe and 1F1B
     simulated   this schedule with this report's median cost of every (stage, kind), free links

@@ -13,18 +13,17 @@ Bytes per parameter depend on a recipe, which lists what is kept and how wide ea
 A plan in 16 bits follows the last three, in this order, with ``grad_dtype`` of None, "fp32" and
 "fp32-copy".
 
-These are model states. Activations come in addition and grow with the batch (interpret/memory.py).
+Activations come in addition and grow with the batch (interpret/memory.py).
 
-Time: a step of B samples costs F FLOPs (PTD-P's eq. 3, in theory/flops.py), so T tokens on n
-devices take T F / (B s) / (n X) seconds at X FLOP/s each. theory/training.py has PTD-P's eq. 4, and
-the costs that follow from the days.
+A step of B samples costs F FLOPs (theory/flops.py), so T tokens on n devices take
+T F / (B s) / (n X) seconds at X FLOP/s each. theory/training.py has the costs that follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import choice, illegal, instance, real, whole
+from paralab.checks import choice, instance, real, whole
 from paralab.spec import ModelSpec
 from paralab.theory.flops import forward_flops, head_flops
 
@@ -91,6 +90,4 @@ def training_days(
 
 def recipe_parts(recipe: str) -> Mapping[str, int]:
     """{kind of state: bytes per parameter} of the recipe with this name."""
-    if isinstance(recipe, Mapping):
-        raise illegal("recipe", dict(recipe), "not a name", " | ".join(map(repr, RECIPES)))
     return RECIPES[choice("recipe", recipe, tuple(RECIPES))]

@@ -51,17 +51,6 @@ def link_bytes(
     return links
 
 
-def tier_bytes(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
-) -> dict[str, dict[str, int]]:
-    """{"host", "file": {category: bytes}}: the peak of ``rank`` on each tier outside its device."""
-    tiers = {}
-    for tier in ("host", "file"):
-        held = quick.most(model, plan, optimizer=optimizer, rank=rank, tier=tier)
-        tiers[tier] = {name: size for name, size in held.items() if size}
-    return tiers
-
-
 def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int:
     """Bytes of the files of all ranks together."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
@@ -69,7 +58,7 @@ def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int
         return 0
     per_stage = plan.dp * plan.tp  # ranks of one stage, whose files have the same size
     sizes = [
-        sum(tier_bytes(model, plan, optimizer=optimizer, rank=rank)["file"].values())
+        sum(quick.most(model, plan, optimizer=optimizer, rank=rank, tier="file").values())
         for rank in range(0, plan.world_size, per_stage)
     ]
     return sum(sizes) * per_stage

@@ -1,10 +1,9 @@
 """Replay: a measured run on one virtual device per rank.
 
 Ranks that share processor cores wait for a core as well as for each other, and the wall clock shows
-both. What a rank computes is recorded apart from that: every span on the compute lane has a cost,
-the CPU seconds of its own thread. A replay takes the recorded order, the recorded dependencies,
-these costs and a link model, and times them with the walk that also times predictions
-(interpret/walk.py). The result is the timeline that a device per rank would have given.
+both. But every span on the compute lane also has a cost, the CPU seconds of its own thread. A
+replay takes the recorded order and dependencies, these costs and a link model, and times them with
+the walk that also times predictions (interpret/walk.py).
 
     compute span     the median cost of all spans at the same place of the program: over steps >= 1
                      and the ranks with the same stages. The pieces of a backward that launches

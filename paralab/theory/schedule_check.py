@@ -11,8 +11,7 @@ A schedule is valid if
 The last condition says that the happens-before relation of Lamport (1978), "Time, Clocks, and the
 Ordering of Events", has no cycle; the walk of order.py finds one if there is one. A valid schedule
 has an order of sends and receives on which no backend can deadlock, even one that buffers nothing
-and matches messages by order alone (parallel/lowering.py). Lab 04's deadlock clinic shows the
-messages.
+and matches messages by order alone (parallel/lowering.py). Lab 04.
 """
 
 from __future__ import annotations

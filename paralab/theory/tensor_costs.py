@@ -21,7 +21,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from paralab.spec.rules import tensor_grid
+from paralab.spec import Plan
 
 
 class Cost(NamedTuple):
@@ -48,7 +48,7 @@ def as_printed(mode: str, tp: int) -> Fraction:
 
     Raises ValueError where ``tp`` ranks form no grid of this mode.
     """
-    q, d = tensor_grid(tp, mode, None)
+    q, d = Plan(tp=tp, tp_mode=mode).tp_grid
     return {
         "1d": Fraction(2 * (tp - 1), tp),
         "2d": Fraction(6 * (q - 1), q),
@@ -59,13 +59,13 @@ def as_printed(mode: str, tp: int) -> Fraction:
 
 def unit(mode: str, tp: int) -> Fraction:
     """The unit of the mode's row, as a multiple of S, the elements of a whole matrix."""
-    q, _ = tensor_grid(tp, mode, None)
+    q, _ = Plan(tp=tp, tp_mode=mode).tp_grid
     return Fraction(1, q) if mode in ("2d", "2.5d") else Fraction(1)
 
 
 def left_out(mode: str, tp: int) -> Fraction:
     """Traffic that the table leaves out, in S: 2.5D's sum of the weight's gradient over depth."""
-    q, d = tensor_grid(tp, mode, None)
+    q, d = Plan(tp=tp, tp_mode=mode).tp_grid
     return Fraction(2 * (d - 1), d * q * q) if mode == "2.5d" else Fraction(0)
 
 

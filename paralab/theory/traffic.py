@@ -67,16 +67,9 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
 
 
 class Row(NamedTuple):
-    """One call of one rank, with the columns of a report.
-
-    op       one of OPS
-    axis     the group's axis, as a report names it
-    ranks    global ranks of the group, in order
-    peer     global rank of a message's other end, or of a broadcast's or reduce's root; else -1
-    level    "inter" if the call crosses nodes, else "intra"
-    phase    the purpose of the call: "grad_sync", "linear_forward", ...
-    payload  bytes of the full buffer
-    wire     bytes that this rank sends
+    """One call of one rank: columns of a report's table of collectives (report/tables.py), in which
+    ``payload`` and ``wire`` are called payload_bytes and wire_bytes. ``peer`` is the global rank of
+    a message's other end, or of a broadcast's or reduce's root; else -1.
     """
 
     op: str

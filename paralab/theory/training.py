@@ -25,7 +25,6 @@ from paralab.checks import real, whole
 from paralab.spec import ModelSpec
 from paralab.theory import needs
 
-SECONDS_PER_HOUR = 3600
 # Bytes per parameter of a checkpoint to resume from: 16-bit weights, and in 32 bits the master
 # weights and AdamW's two moments. Gradients are not saved.
 SAVED_BYTES = 2 + 4 + 8
@@ -90,9 +89,9 @@ def printed_selective_flops(model: ModelSpec, samples: int) -> float:
     this recomputation three times, and so do the hardware utilisations of table 5, and the 2.7 %
     and 1.6 % of sec. 5, which should be 0.9 % and 0.5 %. `needs.step_flops` counts it once.
     """
-    core = needs.step_flops(model, samples, recompute="selective")
+    once = needs.step_flops(model, samples, recompute="selective")
     plain = needs.step_flops(model, samples)
-    return plain + 3 * (core - plain)
+    return plain + 3 * (once - plain)
 
 
 def days_by_parameters(params: float, *, tokens: float, devices: int, flops: float) -> float:
@@ -137,6 +136,6 @@ def training_cost(
         saved_bytes=SAVED_BYTES * model.num_params,
         flops=seconds * flops,
         days=days,
-        device_hours=seconds / SECONDS_PER_HOUR,
+        device_hours=seconds / 3600,
         energy=None if watts is None else seconds * real("watts", watts, above=0.0),
     )

@@ -15,9 +15,8 @@ The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 
 micro-batches, stage 2 reduces the gradients of each, and stage 3 also gathers the parameters for
 the forward and the backward of each.
 
-These are model states. A run needs in addition padding, buffers and activations, as
-`pl.program(...).peak()` shows for a plan. "16 bytes per parameter over N" is too low for stage 3 by
-a factor: while it computes, it holds at least the largest unit unsharded.
+A run needs padding, buffers and activations in addition (`pl.program(...).peak()`), and stage 3
+holds at least the largest unit unsharded while it computes.
 """
 
 from __future__ import annotations
@@ -53,25 +52,19 @@ def bytes_per_device(params: float, devices: int, stage: int, recipe: str = "zer
 
 
 def as_printed(num_bytes: float) -> str:
-    """Gigabytes of 10^9 bytes, rounded as in ZeRO's table 1.
-
-    From 100 on they are cut off to a whole number, below rounded to three digits: 4187.5 is "4187",
-    41.25 "41.3", 1.875 "1.88".
+    """Gigabytes of 10^9 bytes, rounded as in ZeRO's table 1: from 100 on cut off to a whole number,
+    below to three digits: 4187.5 is "4187", 41.25 "41.3", 1.875 "1.88".
     """
     gigabytes = Decimal(repr(float(num_bytes))) / 10**9
     if gigabytes >= 100:
         return str(int(gigabytes))
     digits = Decimal("0.1") if gigabytes >= 10 else Decimal("0.01")
-    text = str(gigabytes.quantize(digits, ROUND_HALF_UP))
-    return text.rstrip("0").rstrip(".")
+    return str(gigabytes.quantize(digits, ROUND_HALF_UP)).rstrip("0").rstrip(".")
 
 
-# ---- traffic ----
 def volume(stage: int, microbatches: int = 1) -> int:
-    """Elements that a device sends per step, in multiples of Psi (N-1)/N; ZeRO, sec. 7.
-
-    2, 2, m + 1, 3 m: a reduce-scatter of the gradients and an all-gather of the parameters count
-    one each, an all-reduce counts two.
+    """Elements that a device sends per step, in multiples of Psi (N-1)/N; ZeRO, sec. 7. A
+    reduce-scatter and an all-gather count one each, an all-reduce counts two.
     """
     m = whole("microbatches", microbatches, at_least=1)
     return (2, 2, m + 1, 3 * m)[whole("stage", stage, at_least=0, at_most=3)]

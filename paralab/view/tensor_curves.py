@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from paralab.checks import instance, whole
 from paralab.spec import ModelSpec, Plan
-from paralab.spec.rules import tensor_grid
 from paralab.theory.tensor import depth_elements, linear_elements
 from paralab.view.chart import Chart
 from paralab.view.links import Axes, algorithms
@@ -34,7 +33,7 @@ def modes(tp: int) -> list[str]:
     possible = []
     for mode in MODE_NAME:
         try:
-            _, depth = tensor_grid(tp, mode, None)
+            _, depth = Plan(tp=tp, tp_mode=mode).tp_grid
         except ValueError:
             continue
         possible += [mode] * (mode != "2.5d" or depth > 1)

@@ -116,7 +116,7 @@ def buttons(label: str, offers: Mapping[str, Any] | Iterable[str], **more: Any) 
 
 
 def links_of(cluster: Cluster) -> Link:
-    return cluster.link("all_reduce", "intra")
+    return cluster.collectives.get("all_reduce", cluster.intra)
 
 
 def cluster_of(link: Link) -> Cluster:

@@ -18,7 +18,7 @@ from typing import Any
 from pairs import row, slowest_rank, take_turns
 
 import paralab as pl
-from paralab.theory.offload import link_bytes, tier_bytes
+from paralab.theory.offload import file_bytes, link_bytes
 
 MODEL = pl.ModelSpec(layers=12, hidden=384, heads=6, seq_len=64)  # 21.4 M parameters
 PLAN = pl.Plan(zero_stage=3, offload="nvme", microbatch_size=1)
@@ -93,7 +93,7 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
 
 
 def measure() -> list[dict]:
-    held = sum(tier_bytes(MODEL, PLAN)["file"].values())
+    held = file_bytes(MODEL, PLAN)
     assert held > CAP
     report = pl.run(MODEL, PLAN, steps=1, memory_limit=CAP, progress=False)
     ours, theirs = slowest_rank(turns, 1, ())

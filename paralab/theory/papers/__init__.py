@@ -5,18 +5,10 @@ is the paper's figure, "..., recomputed" that of theory/ for the same settings; 
 inputs. Tables that only check the formulas are in the tests.
 
 ``rows=`` replaces the paper's rows by the reader's own, one or several, each a row of the table's
-kind or a mapping of its fields. Figures that only a paper would print may be left out, and are then
-empty in the table:
+kind (`ptdp.Row`, `ptdp.Days`, `korthikanti.Measured`) or a mapping of its fields. Figures that only
+a paper would print may be left out, and are then empty in the table:
 
     papers.ptdp_table1(rows={"model": model, "plan": pl.Plan(dp=8, tp=8), "tflops": 140})
-
-    ptdp.Row                model, plan, tflops; params, percent, pflops, peak
-    ptdp.Days               model, plan, tflops; scheme, params, days, tokens
-    korthikanti.Measured    model, devices, batch, present; name, full, gain, mfu, hfu, peak
-
-    ptdp         Narayanan+ 2021, arXiv:2104.04473, Megatron's PTD-P
-    korthikanti  Korthikanti+ 2022, arXiv:2205.05198, activations and recomputation
-    errata       where papers contradict themselves, and what follows from their own inputs
 
 "GB" is decimal in ZeRO and binary in ZeRO-Infinity, Korthikanti+ and DeepSpeed; columns say GB or
 GiB accordingly. A printed figure that does not follow from its own inputs stays as printed, and

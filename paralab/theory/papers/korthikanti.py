@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from paralab.spec import ModelSpec
+from paralab.spec.model import megatron
 from paralab.theory import training
-from paralab.theory.papers.ptdp import PEAK, gpt
+from paralab.theory.papers.ptdp import PEAK
 from paralab.theory.papers.rows import NAN, rows_of
 
 
@@ -43,7 +44,7 @@ class Measured(NamedTuple):
 
 def _row(name: str, *columns: Any) -> Measured:
     heads, hidden, layers, devices, batch, full, present, *printed = columns
-    model = gpt(heads, hidden, layers).replace(dropout=0.1)
+    model = ModelSpec(**megatron(layers, hidden, heads), dropout=0.1)
     return Measured(model, devices, batch, present, name, full, *printed)
 
 

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.model import megatron
 from paralab.theory import needs, training
 from paralab.theory.papers.rows import NAN, rows_of
 
 PEAK = 312e12  # FLOP/s, 16-bit, of an A100
-SEQ_LEN, VOCAB = 2048, 51200
 NULL_MODEL = 146e12  # FLOP/s per device for any model: a prediction has to be better than this
 
 
@@ -68,32 +68,11 @@ class Days(NamedTuple):
     tokens: float = 300e9
 
 
-def gpt(heads: int, hidden: int, layers: int) -> ModelSpec:
-    """A model of the paper, or of Korthikanti+, with the same sequence length and vocabulary."""
-    return ModelSpec(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        seq_len=SEQ_LEN,
-        vocab=VOCAB,
-        attention="explicit",
-    )
-
-
 def _plan(tp: int, pp: int, devices: int, batch: int, micro: int, zero_stage: int = 0) -> Plan:
-    dp = devices // (tp * pp)
-    return Plan(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        microbatches=batch // (dp * micro),
-        microbatch_size=micro,
-        recompute="full",
-        precision="fp16",
-        zero_stage=zero_stage,
-        tp_overlap=False,
-        partition_messages=min(tp, pp) > 1,
-    )
+    dp, parts = devices // (tp * pp), min(tp, pp) > 1
+    sizes = {"microbatches": batch // (dp * micro), "microbatch_size": micro}
+    common = Plan(recompute="full", precision="fp16", tp_overlap=False, **sizes)
+    return common.replace(dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, partition_messages=parts)
 
 
 def _row(*columns: Any) -> Row:
@@ -103,7 +82,7 @@ def _row(*columns: Any) -> Row:
         plan = plan.replace(grad_sync="bucketed", bucket_bytes=2**40)
     if chunks > 1:
         plan = plan.replace(virtual_stages=chunks, schedule="interleaved")
-    return Row(gpt(heads, hidden, layers), plan, tflops, params, percent, pflops)
+    return Row(ModelSpec(**megatron(layers, hidden, heads)), plan, tflops, params, percent, pflops)
 
 
 # The columns of the paper: billions of parameters, heads, hidden, layers, tp, pp, devices, batch,
