@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paralab.instruments.allocator import Allocator, SharedAllocator
+from paralab.instruments.allocator import Allocator
 from paralab.instruments.marks import clock_of
 from paralab.instruments.samples import Sample, rows
 from paralab.report.tables import COLUMNS, by_column
@@ -61,7 +61,7 @@ class Recorder:
         """An observed program turns out to compute on this GPU: from now on times and bytes are the
         GPU's. Earlier marks remain times of the host; earlier samples of memory are dropped.
         """
-        self.clock, self.allocator = clock_of(device), SharedAllocator(device)
+        self.clock, self.allocator = clock_of(device), Allocator(device)
         self.allocator.begin()
         self.samples.clear()
         if self.ledger is not None:
@@ -229,12 +229,12 @@ class Recorder:
         waits  the host may wait until the device is idle, which paralab's own steps leave it
         """
         self.step = step
+        if self.allocator is not None:
+            self.allocator.begin()
         self.clock.anchor(waits=waits)
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
-        if self.allocator is not None:
-            self.allocator.begin()
         self._steps.append((step, now, self.clock.beside()))
         self._sample(now)
 
