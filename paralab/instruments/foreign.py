@@ -74,9 +74,6 @@ class Observer(Program):
         undo.callback(optimizers.register_optimizer_step_pre_hook(self._update).remove)
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
-            self.ledger.before_each = self.flights.drop_last_work
-            if self.awaits_gpu:
-                self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
             around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
@@ -97,7 +94,6 @@ class Observer(Program):
         """
         self._step_sharers.clear()
         self.begin()
-        self.only_calls = False
         self.recorder.enter(kind, self.counts[counted])
         self.counts[counted] += 1
         self.inside.append(kind)
@@ -163,7 +159,6 @@ class Observer(Program):
                 self._assign_step(optimizer)
             self._optimizers.add(optimizer)
             self.begin()
-            self.only_calls = False
             self.describe()
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
@@ -224,6 +219,6 @@ class Observer(Program):
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if self.only_calls:
+        if not {"forward", "backward", "optimizer"} & set(tables["spans"]["kind"]):
             tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables
