@@ -107,32 +107,22 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between
     them, T of its pipeline as in `bubble`)}
     """
-    import numpy as np  # `import paralab` does without
-
-    columns = ["rank", "kind", "start", "end", "cost"]
-    computing = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
-    spans = report.spans.loc[computing, columns]
-    rank, start, end = (spans[name].to_numpy() for name in ("rank", "start", "end"))
-    work = spans["kind"].isin(COMPUTE_KINDS).to_numpy()
-    ranks = np.unique(rank[work])
-    if not len(ranks):
-        return {}
-    # The position in ``ranks`` of each span's rank; meaningless for a rank without work.
-    at = np.searchsorted(ranks, rank).clip(max=len(ranks) - 1)
-    first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
-    np.minimum.at(first, at[work], start[work])
-    np.maximum.at(last, at[work], end[work])
-    packs = (spans["kind"] == "copy").to_numpy() & (ranks[at] == rank)  # into gradient buckets
-    counted = work | packs & (start >= first[at]) & (end <= last[at])
-    seconds = seconds_of(report, spans).to_numpy()
-    busy = np.bincount(at[counted], seconds[counted], len(ranks))
-    longest: dict[tuple, float] = {}
-    pipelines = [report.plan.place(rank)[1:] for rank in ranks.tolist()]
-    for pipeline, took in zip(pipelines, (last - first).tolist(), strict=True):
-        longest[pipeline] = max(longest.get(pipeline, 0.0), took)
-    columns = (column.tolist() for column in (ranks, first, last, busy))
-    parts = zip(*columns, map(longest.get, pipelines), strict=True)
-    return {rank: tuple(part) for rank, *part in parts}
+    on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
+    spans = report.spans[on_lane]
+    work, rank = spans["kind"].isin(COMPUTE_KINDS), spans["rank"]
+    by_rank = spans[work].groupby("rank")
+    first, last = by_rank["start"].min(), by_rank["end"].max()
+    inside = (spans["start"] >= rank.map(first)) & (spans["end"] <= rank.map(last))
+    counted = spans[work | spans["kind"].eq("copy") & inside]  # copies into gradient buckets
+    busy = seconds_of(report, counted).groupby(counted["rank"]).sum()
+    longest: dict[tuple, float] = defaultdict(float)
+    pipelines = {rank: report.plan.place(rank)[1:] for rank in first.index.tolist()}
+    for rank, took in (last - first).items():
+        longest[pipelines[rank]] = max(longest[pipelines[rank]], took)
+    return {
+        rank: (float(first[rank]), float(last[rank]), float(busy[rank]), longest[pipeline])
+        for rank, pipeline in pipelines.items()
+    }
 
 
 def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
