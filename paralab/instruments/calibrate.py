@@ -153,9 +153,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     return result
 
 
-def calibration_points(
-    *, device: str | None = None, refresh: bool = False
-) -> dict[str, list[dict[str, Any]]]:
+def calibration_points() -> dict[str, list[dict[str, Any]]]:
     """The measured points, {"links", "calls", "device", "products", "tiers", "kernels": rows}. A
     row has its seconds and, if a fit was made, the seconds of the fit.
 
@@ -167,7 +165,7 @@ def calibration_points(
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
     kernels  of a GPU: op (kernel, launch), payload_bytes, wire_bytes, seconds, fitted
     """
-    return calibration(device=device, refresh=refresh)["points"]
+    return calibration()["points"]
 
 
 # ---- the cache --------------------------------------------------------------------------------
