@@ -20,6 +20,7 @@ and no hook, and no operation pays for it.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -201,12 +202,10 @@ class Ledger(Storages):
         self.span_category = self.born_in.get(kind, "workspace")
 
     def _changed(self) -> bool:
-        if self.bytes != self._sampled:
-            grain = self._most // GRAIN
-            for category, size in self.bytes.items():
-                if abs(size - self._sampled[category]) > grain:
-                    return True
-        return False
+        if self.bytes == self._sampled:  # nearly always
+            return False
+        changes = map(operator.sub, self.bytes.values(), self._sampled.values())
+        return max(map(abs, changes)) > self._most // GRAIN
 
     def _append_samples(self, mark: Any = None) -> None:
         """One sample of what is alive; before it the peak since the last one, if it was higher."""

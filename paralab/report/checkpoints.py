@@ -56,31 +56,21 @@ _LEGAL = "a folder into which a run saved checkpoints, or None for a run from th
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint says about itself.
+    """What a checkpoint says about itself and about the run that wrote it."""
 
-    folder     its own folder
-    model, plan, optimizer, lr, seed, global_batch, clip_norm  of the run that wrote it; ``plan`` as
-               plain values
-    data       length and digest of the training text: `Corpus.identity`
-    step       optimizer steps that the training has done
-    counters   numbers of the optimizer that are equal on all ranks: {name: value}
-    files      {file name: (bytes, CRC-32)}
-    tensors    {name: its entry of the index, with its shape and the boxes that tile it}
-    """
-
-    folder: Path
+    folder: Path  # its own
     model: ModelSpec
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any]  # as plain values
     optimizer: str
     lr: float
     seed: int
     global_batch: int
-    data: str
+    data: str  # length and digest of the training text: `Corpus.identity`
     clip_norm: float | None
-    step: int
-    counters: Mapping[str, float]
-    files: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, Any]
+    step: int  # optimizer steps that the training has done
+    counters: Mapping[str, float]  # numbers of the optimizer that are equal on all ranks
+    files: Mapping[str, tuple[int, int]]  # {file name: (bytes, CRC-32)}
+    tensors: Mapping[str, Any]  # {name: its entry of the index, as `boxes.index` makes it}
 
     def check(self, model: ModelSpec, changes: Sequence[str] = (), **settings: Any) -> None:
         """Raise ``ValueError`` if a run with this model and settings would not continue this
