@@ -7,7 +7,7 @@ times and is refused. Step 0 is warm-up and is left out wherever there is anothe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NAN = float("nan")
-SHARES = ("work", "optimizer", "wait", "communication", "hidden")
-COPIED, EXPOSED = ("copies", "hidden"), ("calls", "copies")
+SHARES = ("work", "optimizer", "host", "wait", "for calls", "for copies")
+SHARES += ("communication", "hidden", "copies", "copies hidden")
 
 
 # ---- times of a step -----------------------------------------------------------------------------
@@ -160,54 +160,85 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
 
 
 # ---- where the time went -------------------------------------------------------------------------
-def medians(steps: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
-    """{name: median of this quantity over the steps}; NaN without steps."""
-    return {name: median([step[name] for step in steps] or [NAN]) for name in names}
-
-
-def _ranks_in(report: Tables, step: int) -> int:
-    """How many ranks took this step: the ranks of an observed program may differ in their steps."""
-    return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
-
-
 @remembered
 def shares(report: Tables, step: int) -> dict[str, float]:
     """Where the time of one step went: seconds, mean over the ranks that took it.
 
     work           forward, backward, weight_grad spans
-    optimizer      optimizer spans on the rank's compute lane; for an offloaded optimizer see
-                   `host_seconds`
-    wait           the compute lane waited, for a collective or a copy
+    optimizer      optimizer spans on the rank's compute lane
+    host           the host's processor worked on an offloaded optimizer
+    wait           the compute lane waited
+    for copies     the part of wait for copies, which includes the host's work between copies
+    for calls      the part of wait for collectives. Both are NaN for an outline with copies: a box
+                   does not say what its rank waits for
     communication  at least one collective was in flight (bookkeeping left out)
     hidden         the part of communication in which the compute lane did work of any kind
+    copies         at least one copy between memory tiers was in flight
+    copies hidden  the part of it in which the compute lane did work of any kind, of this step or of
+                   another one: a copy may end in the next step
 
     In outline a box is an action, and the waiting inside it counts as wait.
     """
-    sums, ranks = defaultdict(float), _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
-    if in_outline(report):
-        spans = spans[spans["lane"] == "compute"]
-        seconds, boxes = spans["end"] - spans["start"], spans["kind"].isin(COMPUTE_KINDS)
-        sums["work"] = spans["cost"][boxes].sum()
-        sums["optimizer"] = seconds[spans["kind"] == "optimizer"].sum()
-        sums["wait"] = seconds[spans["kind"] == "wait"].sum()
-        sums["wait"] += (seconds - spans["cost"])[boxes].sum()
-        # The rows of an outline are sums and do not overlap; what was in flight is in its meta.
+    took = report.steps["rank"][report.steps["step"] == step]  # observed ranks may differ in steps
+    ranks, outline = max(took.nunique(), 1), in_outline(report)
+    sums = (_sums_in_outline if outline else _sums)(report, spans)
+    part = {name: float(sums[name]) / ranks for name in SHARES}
+    if outline:  # its rows are sums and do not overlap; what was in flight is in its meta
         moving = report.meta["in flight"]
-        comm = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | comm
+        part |= {name: moving[name] for name in ("communication", "copies", "copies hidden")}
+        part["hidden"] = moving["communication hidden"]
+    # Rounding may leave less than 0 for calls; a NaN stays one, as the first argument of max.
+    return part | {"for calls": max(part["wait"] - part["for copies"], 0.0)}
+
+
+def _sums(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
+    """The seconds of `shares`, summed over the ranks, of the spans of a step."""
+    sums: dict[str, float] = defaultdict(float)
+    host = spans[spans["lane"] == "host"]
+    sums["host"] = (host["end"] - host["start"]).sum()
     calls = report.collectives  # bookkeeping calls, of a loss or a clock, are not the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
-    spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
-    kinds = spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")
-    for intervals in _by_rank(spans, kinds):
+    own = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
+    for intervals in _by_rank(own, own["kind"].mask(own["kind"].isin(COMPUTE_KINDS), "work")):
         comm, waits = union(intervals.pop("comm", ())), intervals.pop("wait", ())
         sums["wait"] += length(waits)
         sums["optimizer"] += length(intervals["optimizer"])
         sums["work"] += length(union(intervals["work"]))
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, union(chain.from_iterable(intervals.values())))
-    return {name: float(sums[name]) / ranks for name in SHARES}
+    if len(report.copies):
+        every = set(report.spans["id"][report.spans["kind"] == "comm"].tolist())
+        waits = spans[spans["kind"] == "wait"]
+        waits = waits[[every.isdisjoint(after) for after in waits["after"]]]
+        sums["for copies"] = (waits["end"] - waits["start"]).sum()
+    copies = spans[spans["lane"].isin(COPY_LANES)]
+    if len(copies):
+        lane, kind = report.spans["lane"], report.spans["kind"]
+        working = report.spans[(lane == "compute") & (kind != "wait")]
+        worked = {
+            rank: union(zip(rows["start"], rows["end"], strict=True))
+            for rank, rows in working.groupby("rank")
+        }
+        for rank, rows in copies.groupby("rank"):
+            in_flight = union(zip(rows["start"], rows["end"], strict=True))
+            sums["copies"] += length(in_flight)
+            sums["copies hidden"] += overlap(in_flight, worked.get(rank, ()))
+    return sums
+
+
+def _sums_in_outline(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
+    """`_sums` of an outline; without what was in flight."""
+    lane = spans[spans["lane"] == "compute"]
+    seconds, boxes = lane["end"] - lane["start"], lane["kind"].isin(COMPUTE_KINDS)
+    sums: dict[str, float] = defaultdict(float)
+    sums["host"] = spans["cost"][spans["lane"] == "host"].sum()
+    sums["work"] = lane["cost"][boxes].sum()
+    sums["optimizer"] = seconds[lane["kind"] == "optimizer"].sum()
+    sums["wait"] = seconds[lane["kind"] == "wait"].sum() + (seconds - lane["cost"])[boxes].sum()
+    if len(report.copies):
+        sums["for copies"] = NAN
+    return sums
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
@@ -216,57 +247,11 @@ def typical_shares(report: Tables) -> dict[str, float]:
     communication and hidden are means.
     """
     parts = [shares(report, step) for step in measured_steps(report)]
-    typical = medians(parts, SHARES)
+    typical = {name: median([part[name] for part in parts] or [NAN]) for name in SHARES}
     if typical["communication"] == 0 < max(part["communication"] for part in parts):
         for name in ("wait", "communication", "hidden"):
             typical[name] = sum(part[name] for part in parts) / len(parts)
     return typical
-
-
-def exposed(report: Tables, step: int) -> dict[str, float]:
-    """The wait of ``shares`` in two parts: for "calls", and for "copies", which includes the host's
-    work between copies. NaN for an outline with copies: a box does not say what its rank waits for.
-    """
-    wait = shares(report, step)["wait"]
-    if not len(report.copies):
-        return {"calls": wait, "copies": 0.0}
-    if in_outline(report):
-        return {"calls": NAN, "copies": NAN}
-    spans = report.spans
-    calls = set(spans["id"][spans["kind"] == "comm"].tolist())
-    waits = spans[(spans["step"] == step) & (spans["kind"] == "wait")]
-    for_copies = waits[[calls.isdisjoint(after) for after in waits["after"]]]
-    copies = float((for_copies["end"] - for_copies["start"]).sum()) / _ranks_in(report, step)
-    return {"calls": max(0.0, wait - copies), "copies": copies}  # rounding may go below 0
-
-
-def host_seconds(report: Tables, step: int) -> float:
-    """Seconds that the host's processor worked on an offloaded optimizer, mean over the ranks."""
-    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "host")]
-    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
-    return float(seconds.sum()) / _ranks_in(report, step)
-
-
-def copy_shares(report: Tables, step: int) -> dict[str, float]:
-    """Copies between memory tiers in one step: seconds, mean over the ranks that took it.
-
-    copies   at least one copy was in flight
-    hidden   the part of it in which the rank's compute lane did work of any kind, of this step or
-             of another one: a copy may end in the next step
-    """
-    if in_outline(report):
-        moving = report.meta["in flight"]
-        return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
-    sums: dict[str, float] = defaultdict(float)
-    spans = report.spans
-    copying = spans["lane"].isin(COPY_LANES) & (spans["step"] == step)
-    working = (spans["lane"] == "compute") & (spans["kind"] != "wait")
-    spans = spans[copying | working]
-    for intervals in _by_rank(spans, spans["lane"].mask(copying, "copies")):
-        in_flight, worked = union(intervals["copies"]), union(intervals["compute"])
-        sums["copies"] += length(in_flight)
-        sums["hidden"] += overlap(in_flight, worked)
-    return {name: sums[name] / _ranks_in(report, step) for name in COPIED}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:
