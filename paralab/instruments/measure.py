@@ -408,10 +408,8 @@ def measure_tiers(context: Any, *, ranks: int) -> list[dict[str, Any]]:
 
 
 def call(group: Any, op: str, whole: Any, part: Any, *, end: int, phase: str | None = None) -> None:
-    """Make one collective on ``whole``, of which each rank has one ``part``, and wait for it.
-
-    end  global rank: the root of a broadcast or reduce, or the receiver of what the first rank
-         sends
+    """Make one collective on ``whole``, of which each rank has one ``part``, and wait for it. The
+    rank ``end`` is the root of a broadcast or reduce, or receives what the first rank sends.
     """
     if op == "all_gather":
         group.all_gather(whole, part, phase=phase).wait()

@@ -48,10 +48,9 @@ def witness(
     """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what was sent.
 
     ranks    processes, 2 to 64
-    ops      "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
-             "send" (rank 0 to the last): the calls of `comm.Group`; "ring_all_reduce",
-             "tree_all_reduce", ...: those of parallel/collectives.py; "native reduce_scatter":
-             torch's own, which the ledger does not see
+    ops      `OPS`: the calls of `comm.Group`, of which "send" is from rank 0 to the last;
+             "ring_all_reduce", "tree_all_reduce", ...: those of parallel/collectives.py; "native
+             reduce_scatter": torch's own, which the ledger does not see
     nbytes   of the full tensor, rounded down to equal parts of whole elements per rank; below 1 MiB
              headers are more than 1 %
     timeout  seconds without any sign of life before the ranks are stopped
@@ -72,10 +71,8 @@ def witness(
         counted = min(per_call(readings, i))
         recorded = None if op == NATIVE else sum(ledger[i] for ledger in ledgers)
         rows.append((op, expected, recorded, counted, round(counted / expected, 3)))
-    table = pd.DataFrame(
-        rows, columns=["op", "theory_bytes", "ledger_bytes", "kernel_bytes", "ratio"]
-    )
-    return table.astype({"ledger_bytes": "Int64"})
+    columns = ["op", "theory_bytes", "ledger_bytes", "kernel_bytes", "ratio"]
+    return pd.DataFrame(rows, columns=columns).astype({"ledger_bytes": "Int64"})
 
 
 def theory_bytes(op: str, ranks: int, nbytes: int) -> int:
@@ -98,8 +95,7 @@ def between_gates(
     A rank that calls ``gate()`` is idle until all ranks have called it and the counter is read.
     """
     loopback_bytes()  # raise before a process starts
-    settings = {"timeout": timeout, "device": "cpu"}
-    parts = launch_program(_gated, ranks, (program, *args), **settings)
+    parts = launch_program(_gated, ranks, (program, *args), timeout=timeout, device="cpu")
     return [result for result, _ in parts], parts[0][1]
 
 
@@ -159,9 +155,7 @@ def repeated(make_call: Callable[[], None], gate: Gate, recorder: Any) -> int:
 
 
 def one_call(group: Any, op: str, nbytes: int) -> Callable[[], None]:
-    """A function that makes one call of ``op`` on ``nbytes`` of fp32, a multiple of 4 times the
-    number of ranks.
-    """
+    """A function that makes one call of ``op`` on ``nbytes`` of fp32."""
     import torch
 
     from paralab.parallel.collectives import ALGORITHMS
