@@ -453,7 +453,7 @@ def test_a_checkpoint_that_goes_while_a_rank_reads_it_is_refused_in_words(deep, 
 
 
 # ---- a full disk --------------------------------------------------------------------------------
-def _no_room(file: Path, text: str) -> None:
+def _no_room(file: Path, data: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
@@ -471,7 +471,7 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(run, deep, copy, tex
         if context.rank == full == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         elif context.rank == full:
-            checkpoints._write = _no_room
+            checkpoints.output_files.write = _no_room
         return train(
             context, deep, pl.Plan(dp=2), steps=1, keep_state=False, data=str(text),
             save=str(copy), resume=str(before.folder), optimizer="adamw",

@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 from paralab import checks
 from paralab.checks import choice, illegal, reason
 from paralab.parallel.layouts import whole_shape
+from paralab.report import output_files
+from paralab.report.output_files import SCRATCH
 from paralab.report.plain import plain
 from paralab.report.storage import seal
 from paralab.spec import ModelSpec
@@ -50,7 +52,7 @@ LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed h
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME = re.compile(r"step-\d{8}(\.\d+)?")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
-_SCRATCH, _REMOVED = ".saving-", ".removed-"
+_REMOVED = ".removed-"
 _LEGAL = "a folder into which a run saved checkpoints, or None for a run from the start"
 
 
@@ -290,7 +292,7 @@ def locked(folder: Path) -> Iterator[Callable[[], bool]]:
 
 def scratch(folder: Path, step: int) -> Path:
     """The folder into which the checkpoint of ``step`` is written before it is published."""
-    return folder / f"{_SCRATCH}{_name(step)}"
+    return folder / f"{SCRATCH}{_name(step)}"
 
 
 def sweep(folder: Path) -> None:
@@ -304,7 +306,7 @@ def sweep(folder: Path) -> None:
             removed = entry.with_name(f"{_REMOVED}{entry.name}")
             shutil.rmtree(removed, ignore_errors=True)
             entry = entry.rename(removed)  # so that half a checkpoint never has a checkpoint's name
-        if entry.name.startswith((_SCRATCH, _REMOVED)):
+        if entry.name.startswith((SCRATCH, _REMOVED)):
             if entry.is_file():
                 entry.unlink(missing_ok=True)
             else:
@@ -319,7 +321,7 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
     folder, earlier = written.parent, _listed(written.parent)
     body = plain(about, "checkpoint")
     index = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
-    _write(written / ABOUT, json.dumps(index))
+    output_files.write(written / ABOUT, json.dumps(index).encode())
     _sync(written)
     name, copies = _name(step), 0
     while (folder / name).exists():  # a run resumed from an earlier step reaches this step again
@@ -327,9 +329,7 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
         name = f"{_name(step)}.{copies}"
     os.rename(written, folder / name)
     _sync(folder)
-    new_latest = folder / f"{_SCRATCH}{LATEST}"
-    _write(new_latest, "\n".join([name, *earlier][:KEPT]) + "\n")
-    os.replace(new_latest, folder / LATEST)
+    output_files.write(folder / LATEST, "\n".join([name, *earlier][:KEPT]).encode() + b"\n")
     _sync(folder)
     sweep(folder)
     return folder / name
@@ -337,13 +337,6 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _write(file: Path, text: str) -> None:
-    with open(file, "w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 def _sync(folder: Path) -> None:
