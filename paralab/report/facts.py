@@ -21,9 +21,7 @@ Answer = TypeVar("Answer")
 
 
 def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, int], Answer]:
-    """A function of a report and a step whose results the report keeps: figures and tables ask for
-    them again and again, and what they are made of never changes.
-    """
+    """A function of a report and a step whose results the report, which never changes, keeps."""
 
     @functools.wraps(function)
     def known(report: Tables, step: int) -> Answer:

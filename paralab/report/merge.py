@@ -27,10 +27,7 @@ def merge(
     model: ModelSpec | None = None,
 ) -> dict[str, Any]:
     """The fields of a `Tables` from one part per rank: tables, losses, weights, gradients, results
-    and meta.
-
-    model  the model that was trained; with it, weights and gradients are assembled from the blocks
-           that tp ranks hold
+    and meta. With a model, weights and gradients are assembled from the blocks that tp ranks hold.
     """
     ordered = _all_ranks(parts, plan.world_size)
     offsets, uncertainties = ([float(part[name]) for part in ordered] for name in CLOCK_OFFSET)
@@ -70,10 +67,7 @@ def merge(
 def whole_model(
     held: Mapping[int, Mapping[str, Any]], plan: Plan, model: ModelSpec | None
 ) -> dict[str, Any] | None:
-    """The whole tensors, assembled from all ranks, in the order of the single-device model.
-
-    held  {rank: {name: the rank's block of that tensor}}
-    """
+    """The whole tensors in the order of the single-device model. held: {rank: {name: its block}}"""
     import numpy as np  # `import paralab` does without
 
     if not held or model is None:

@@ -176,15 +176,13 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _report(body: dict[str, Any]) -> dict[str, Any]:
-    cluster = body["cluster"]
-    cluster = None if cluster is None else Cluster.from_dict(cluster)
+    cluster = None if body["cluster"] is None else Cluster.from_dict(body["cluster"])
     return {"clock": body["clock"], "cluster": cluster, **_fields(body)}
 
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:
-    fields = _fields(body)
     own = {name: body[name] for name in ("rank", *CLOCK_OFFSET)}
-    return {"run_id": fields["meta"].get("run_id"), **own, **fields}
+    return {"run_id": body["meta"].get("run_id"), **own, **_fields(body)}
 
 
 def _encode(value: Any) -> Any:
