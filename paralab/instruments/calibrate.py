@@ -174,9 +174,7 @@ def known(device: str = "cpu") -> dict[str, Any] | None:
 
 
 def cache_path(device: str = "cpu") -> Path:
-    """The cache file: one per processor, core count, and version of torch and paralab; for GPUs
-    also per their names, memory and number.
-    """
+    """The cache file, named after all that a calibration depends on."""
     environ = os.environ
     folder = environ.get("PARALAB_CACHE_DIR")
     folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")

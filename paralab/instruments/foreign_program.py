@@ -142,9 +142,7 @@ class Program:
 
     # ---- steps ----------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Open a step if none is open, as something of a step happens. Before the first step was
-        the setup, of which only the calls are kept.
-        """
+        """Open a step if none is open. Of the setup, before the first one, the calls are kept."""
         if self.in_step:
             return
         if not self.started:

@@ -158,11 +158,9 @@ class Recorder:
         self._open[-1] = ("wait", *place, after)
 
     @contextmanager
-    def span(
-        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
-    ) -> Iterator[None]:
-        """``with recorder.span("forward", microbatch=k): ...``"""
-        self.enter(kind, microbatch, stage, chunk, after)
+    def span(self, kind: str, **settings: Any) -> Iterator[None]:
+        """``with recorder.span("forward", microbatch=k): ...``; settings: those of `enter`."""
+        self.enter(kind, **settings)
         try:
             yield
         finally:
@@ -180,9 +178,7 @@ class Recorder:
 
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:
-        """Record that a collective was launched at the mark ``start``; `completed` or `settled`
-        adds its end. Returns the id of its span.
-        """
+        """A collective was launched at the mark ``start``. Returns the id of its span."""
         span = next(self._ids)
         self._spans.append((self.step, span, lane, "comm", 0, 0, -1, start, None, after))
         return span
@@ -192,9 +188,7 @@ class Recorder:
         self._comm_ends[span] = end
 
     def settled(self, span: int, end: Any = None) -> None:
-        """A collective was waited for: unless `completed` has recorded its end, it ended at the
-        mark ``end``, by default now.
-        """
+        """A collective was waited for: unless it has `completed`, it ended at ``end``, or now."""
         self._comm_ends.setdefault(span, self.clock.host() if end is None else end)
 
     def queued(
@@ -213,9 +207,7 @@ class Recorder:
         return span
 
     def worked(self, span: int, start: Any, end: Any, cost: float | None) -> None:
-        """A job ran between these marks, at this cost in seconds; None: the time between them.
-        Safe in any thread.
-        """
+        """A job ran between these marks, at this cost in seconds; None: all of it. Any thread."""
         self._lane_work[span] = (start, end, cost)
 
     def call(self, row: tuple) -> None:
@@ -252,9 +244,7 @@ class Recorder:
             self._allocated.append((self.rank, step, *row))
 
     def go_on(self) -> None:
-        """Reopen the step that ended last. All rows recorded since, also those of the next step,
-        become part of it.
-        """
+        """Reopen the step that ended last, with all rows since, also those of the next step."""
         if len(self._steps[-1]) == 3:  # the next step has begun
             self._steps.pop()
         step, start, _, beside = self._steps.pop()

@@ -100,9 +100,7 @@ def between_gates(
 
 
 def _gated(context: Any, program: Callable[..., Any], *args: Any) -> tuple[Any, list[int]]:
-    """Runs in a rank: (the program's result, the readings). Gates use the ranks' store, which is a
-    file and sends nothing over the loopback.
-    """
+    """Runs in a rank. Gates use the ranks' store: a file, which sends nothing over the loopback."""
     readings: list[int] = []
 
     def gate() -> None:

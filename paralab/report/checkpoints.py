@@ -232,9 +232,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _all_complete(folder: Path) -> list[str]:
-    """All checkpoints in a folder: first those that ``latest`` names, then the others; each newest
-    first.
-    """
+    """All checkpoints in a folder, newest first: those that ``latest`` names, then the others."""
     listed = _listed(folder)
     present = {index.parent.name for index in folder.glob(f"step-*/{ABOUT}")}
     return [*listed, *sorted(filter(_NAME.fullmatch, present - set(listed)), reverse=True)]

@@ -35,9 +35,7 @@ def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, i
 
 
 def needs_tables(report: Any) -> None:
-    """Raise ValueError for an object without a report's tables. A `Report` passes, and so does what
-    `pl.observe` yields, which has its tables.
-    """
+    """Raise ValueError unless this has a report's tables, as what `pl.observe` yields has, too."""
     if not hasattr(report, "steps"):
         legal = "what pl.run(...) or pl.predict(...) returned"
         raise illegal("report", report, "not a report", legal)
@@ -60,9 +58,7 @@ def needs_times(report: Tables, what: str) -> None:
 
 
 def needs_own_devices(report: Tables, what: str) -> None:
-    """Raise ValueError for a run whose ranks shared a GPU: the time of each rank's spans includes
-    the other ranks' kernels.
-    """
+    """Raise ValueError if ranks shared a GPU: a span's time includes the other ranks' kernels."""
     if report.meta.get("shared_gpu"):
         why = f"{what} needs the compute time of each rank, and the ranks shared this GPU: "
         why += "the time of each includes the work of the others"

@@ -38,9 +38,7 @@ def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
 
 
 def step_time(report: Tables) -> float:
-    """Seconds of a step: the time of its slowest rank, as the median over the measured steps. NaN
-    without steps.
-    """
+    """Seconds of a step on its slowest rank, median over the measured steps; NaN without steps."""
     return median(step_durations(report).values() or [NAN])
 
 
@@ -51,9 +49,7 @@ def typical_step(report: Tables) -> int:
 
 
 def chosen_step(report: Tables, step: int | None) -> int:
-    """``step``, or the typical step if it is None. Raises ValueError if the report has no such
-    step, or no steps at all.
-    """
+    """``step``; None: the typical one. Raises ValueError if the report has no such step."""
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
         raise ValueError("this report has no steps; pl.run(...) records them")
@@ -63,9 +59,7 @@ def chosen_step(report: Tables, step: int | None) -> int:
 
 
 def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
-    """Seconds of each of these spans of a compute lane; for the boxes of an outline, which contain
-    waiting, only the seconds of compute.
-    """
+    """Seconds of spans of a compute lane; in outline the compute, as boxes contain waiting."""
     seconds = spans["end"] - spans["start"]
     if in_outline(report):
         seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
@@ -104,9 +98,7 @@ def idle_shares(report: Tables, step: int) -> dict[int, float]:
 
 @remembered
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
-    """{rank: (start of its first forward, end of its last backward, seconds of compute between
-    them, T of its pipeline as in `bubble`)}
-    """
+    """{rank: (first forward's start, last backward's end, compute between them, `bubble`'s T)}"""
     on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
     spans = report.spans[on_lane]
     work, rank = spans["kind"].isin(COMPUTE_KINDS), spans["rank"]

@@ -69,12 +69,8 @@ _CHOICES = {
     ("copies", "op"): COPY_OPS,
     ("memory", "tier"): TIERS,
 }
-_NAMES = {
-    int: "a whole number",
-    float: "a finite number",
-    str: "text",
-    tuple: "a list of span ids or ranks",
-}
+_NAMES = {int: "a whole number", float: "a finite number", str: "text"}
+_NAMES[tuple] = "a list of span ids or ranks"
 
 
 def _converted(kind: type, value: Any) -> Any:
@@ -133,32 +129,26 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
 
 def _read(name: str, column: str, values: Any) -> Any:
     """The checked values of a column: a list, or the given NumPy array if it holds numbers."""
-    kind = COLUMNS[name][column]
+    kind, legal = COLUMNS[name][column], _CHOICES.get((name, column))
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
-    dtype = getattr(values, "dtype", None)
-    if dtype is not None and len(values.shape) == 1 and dtype.str[1:] in ("i8", "f8"):
-        if kind is int and dtype.kind == "i":
-            return values
-        if kind is float and dtype.kind == "f" and abs(values).max(initial=0.0) < math.inf:
-            return values
+    numbers = kind in (int, float) and getattr(values, "dtype", None) == _DTYPE[kind]
+    if numbers and values.ndim == 1 and (kind is int or abs(values).max(initial=0.0) < math.inf):
+        return values
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"table {name}: column {column} is not a list")
-    legal = _CHOICES.get((name, column))
     if _all_are(kind, values) and (legal is None or set(values) <= set(legal)):
         return list(values)
     converted = []
     for row, value in enumerate(values):
-        wrong = ""
+        what = f"table {name}: row {row}, {column}={value!r}"
         try:
             converted.append(_converted(kind, value))
-            if legal and converted[-1] not in legal:
-                wrong = f"; legal: {', '.join(legal)}"
         except (TypeError, ValueError, OverflowError):
-            wrong = f" is not {_NAMES[kind]}"
-        if wrong:
-            raise ValueError(f"table {name}: row {row}, {column}={value!r}{wrong}")
+            raise ValueError(f"{what} is not {_NAMES[kind]}") from None
+        if legal and converted[-1] not in legal:
+            raise ValueError(f"{what}; legal: {', '.join(legal)}")
     return converted
 
 
@@ -205,9 +195,7 @@ def letters(spans: pd.DataFrame) -> pd.Series:
 
 
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
-    """Raise ValueError unless span ids are unique, every span and rank that a row refers to exists,
-    and no row ends before it starts.
-    """
+    """Raise ValueError unless ids are unique, spans and ranks exist, and no row ends too early."""
     for name, table in tables.items():
         unknown = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
         if unknown:
