@@ -49,7 +49,7 @@ class Recorder:
         self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}  # span of a collective: the mark at its end
         self._lane_work: dict[int, tuple] = {}  # span of a job on a lane: its start, end and cost
-        self._steps: list[tuple] = []  # (step, start, end, beside); without an end: open
+        self._steps: list[list] = []  # [step, start, end, beside]; end is None: open
         self.allocator = Allocator(device) if device.startswith("cuda") else None
         self._allocated: list[tuple] = []
         self.ledger: Any = None  # counts the bytes of this rank's tensors (ledger.py); None: off
@@ -121,7 +121,7 @@ class Recorder:
 
     def where(self) -> str:
         """Where in the training this rank is, for a message: "step 0, forward of micro-batch 1"."""
-        if not self._steps or len(self._steps[-1]) > 3:
+        if not self._steps or self._steps[-1][2] is not None:
             return f"before step {len(self._steps)}"
         kind, *_, microbatch, _ = self._open[-1] if self._open else ("between two spans", -1, ())
         return f"step {self.step}, {kind}" + (f" of micro-batch {microbatch}" * (microbatch >= 0))
@@ -227,14 +227,14 @@ class Recorder:
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
-        self._steps.append((step, now, self.clock.beside()))
+        self._steps.append([step, now, None, self.clock.beside()])
         self._sample(now)
 
     def end_step(self) -> None:
         """Close the step. In paralab's own training the device has completed it by now."""
-        step, start, beside = self._steps.pop()
+        step, _, _, beside = self._steps[-1]
         now = self.clock.mark()
-        self._steps.append((step, start, now, self.clock.beside() - beside))
+        self._steps[-1][2:] = now, self.clock.beside() - beside
         self._sample(now)
         self.clock.resolve()
         if self.allocator is not None:
@@ -245,10 +245,10 @@ class Recorder:
 
     def go_on(self) -> None:
         """Reopen the step that ended last, with all rows since, also those of the next step."""
-        if len(self._steps[-1]) == 3:  # the next step has begun
+        if self._steps[-1][2] is None:  # the next step has begun
             self._steps.pop()
-        step, start, _, beside = self._steps.pop()
-        self._steps.append((step, start, self.clock.beside() - beside))
+        step, _, _, beside = self._steps[-1]
+        self._steps[-1][2:] = None, self.clock.beside() - beside
         self.step, later = step, step + 1
         for table in (self._spans, self._calls):
             table[:] = [(step, *row[1:]) if row[0] == later else row for row in table]
