@@ -204,18 +204,14 @@ def _sums(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
         waits = spans[spans["kind"] == "wait"]
         waits = waits[[every.isdisjoint(after) for after in waits["after"]]]
         sums["for copies"] = (waits["end"] - waits["start"]).sum()
-    copies = spans[spans["lane"].isin(COPY_LANES)]
-    if len(copies):
-        lane, kind = report.spans["lane"], report.spans["kind"]
-        working = report.spans[(lane == "compute") & (kind != "wait")]
-        worked = {
-            rank: union(zip(rows["start"], rows["end"], strict=True))
-            for rank, rows in working.groupby("rank")
-        }
-        for rank, rows in copies.groupby("rank"):
-            in_flight = union(zip(rows["start"], rows["end"], strict=True))
+    lane, copying = report.spans["lane"], spans["lane"].isin(COPY_LANES)
+    if copying.any():
+        copies = report.spans.index.isin(spans.index[copying])
+        both = report.spans[copies | (lane.eq("compute") & report.spans["kind"].ne("wait"))]
+        for intervals in _by_rank(both, both["lane"].mask(both["lane"] != "compute", "copies")):
+            in_flight = union(intervals["copies"])
             sums["copies"] += length(in_flight)
-            sums["copies hidden"] += overlap(in_flight, worked.get(rank, ()))
+            sums["copies hidden"] += overlap(in_flight, union(intervals["compute"]))
     return sums
 
 
