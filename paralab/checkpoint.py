@@ -158,11 +158,10 @@ def load(trainer: Any, folder: str) -> None:
             if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
                 why = "its content does not match its checksum"
                 checkpoints.damaged(checkpoint.folder / name, why)
-        dist.barrier()  # all files are whole: a rank reads also those that others have checked
         with ExitStack() as opened:
             files: dict[str, Any] = {}
             for (name, offsets, sizes), values in _held(pieces(trainer.state)).items():
-                for box in (boxes.Box(name, **b) for b in checkpoint.tensors[name]["boxes"]):
+                for box in checkpoint.tensors[name].boxes:
                     if overlap := boxes.intersection(offsets, sizes, box):
                         if box.file not in files:
                             file = safe_open(checkpoint.folder / box.file, framework="pt")

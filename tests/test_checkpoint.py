@@ -182,13 +182,7 @@ def test_what_the_ranks_write_tiles_every_tensor_and_they_share_the_writing(deep
         asked, written = checkpoints.shapes(model, "sgd"), boxes.assigned(held)
         index = boxes.index(asked, chain(*written))
         for name, said in json.loads(json.dumps(index)).items():
-            assert tuple(said["shape"]) == asked[name], (name, plan)
-            times_stored = np.zeros(asked[name], int)
-            for box in said["boxes"]:
-                ends = [o + n for o, n in zip(box["offsets"], box["sizes"], strict=True)]
-                assert min(box["offsets"]) >= 0 and all(np.subtract(asked[name], ends) >= 0)
-                times_stored[*map(slice, box["offsets"], ends)] += 1
-            assert (times_stored == 1).all(), (name, plan)
+            assert boxes.stored(name, said).shape == asked[name], (name, plan)
         if model == deep:
             most = max(sum(math.prod(box.sizes) for box in share) for share in written)
             assert most < 1.6 * deep.num_params / plan.world_size
@@ -307,25 +301,68 @@ def crafted(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 
 TENSOR = "weight/blocks.0.mlp.up.weight"  # (80, 20)
 
+
+def _of(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of one box of TENSOR."""
+    return lambda body: body["tensors"][TENSOR]["boxes"][0].update({name: value})
+
+
+def _key_of_another(body: dict[str, Any]) -> None:
+    """The first box of TENSOR is to be read from where a box of another shape is stored."""
+    [box, *_] = body["tensors"][TENSOR]["boxes"]
+    every = chain(*(tensor["boxes"] for tensor in body["tensors"].values()))
+    other = (b for b in every if b["file"] == box["file"] and b["sizes"] != box["sizes"])
+    box["key"] = next(other)["key"]
+
+
 CRAFTED = {
-    "another shape": (lambda body: body["tensors"][TENSOR].update(shape=[80, 21]),
-                      f"{TENSOR} of shape .80, 21., which must be of shape .80, 20."),
+    "a file elsewhere": (
+        lambda body: body["files"].update({"../step-00000001/rank-0.safetensors": [9, 9]}),
+        r"'../step-00000001/rank-0.safetensors': \[9, 9\] is not a file of tensors"),
+    "a size in words": (lambda body: body["files"].update({"rank-1.safetensors": ["9", 9]}),
+                        "is not a file of tensors with its bytes"),
+    "a box in a file elsewhere": (_of("file", "../../x"), "'../../x' is none of the checkpoint's"),
+    "another key": (_of("key", "nothing"), "rank-.*safetensors' *: .*nothing"),
+    "the key of another tensor": (_key_of_another, "' in it is F32 of shape .*, not F32 of sh"),
+    "outside": (_of("offsets", [1, 0]), "a box of .* at .* is not inside"),
+    "negative": (_of("offsets", [-1, 0]), "offsets is .*, not whole numbers"),
+    "one dimension": (_of("offsets", [0]), TENSOR),
+    "null for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append(None), TENSOR),
+    "a box missing": (lambda body: body["tensors"][TENSOR]["boxes"].pop(),
+                      f"{TENSOR}: the checkpoint has only [0-9]+ of its 1600 elements"),
+    "a box twice": (lambda body: body["tensors"][TENSOR]["boxes"].append(
+        body["tensors"][TENSOR]["boxes"][0]), "two boxes hold the element at"),
+    "no boxes": (lambda body: body["tensors"][TENSOR].pop("boxes"), f"{TENSOR}: boxes is missing"),
+    "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
                        f"{TENSOR} is missing in it"),
     "one tensor more": (lambda body: body["tensors"].update({"more": {
         "dtype": "F32", "shape": [0], "boxes": []}}), "it has more, which is no tensor of this tr"),
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
-    "no rate": (lambda body: body.pop("lr"), "'lr'"),
-    "no files": (lambda body: body.pop("files"), "'files'"),
+    "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
+                       "optimizer_steps has type str, not float"),
+    "a step before the first": (lambda body: body.update(step=-1), "step=-1: out of range"),
+    "no rate": (lambda body: body.pop("lr"), "lr is missing"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_an_index_of_other_tensors_is_refused_before_a_rank_starts(deep, run, copy, how, lone):
+def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, copy, how, lone):
     change, said = CRAFTED[how]
     crafted(copy, change)
     said = f"^resume='.*({said}).*: the checkpoint is damaged; le"
     refuses(said, run, deep, PLANS["dp=2"], resume=copy)
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_a_checkpoint_is_refused_and_not_waited_for(deep, run, copy, lone):
+    os.mkfifo(latest(copy) / "rank-9.safetensors")
+    crafted(copy, lambda body: body["files"].update({"rank-9.safetensors": [0, 0]}))
+    said = "^resume='.*rank-9.safetensors': it is no file: the checkpoint is damaged; le"
+    refuses(said, run, deep, PLANS["dp=2"], resume=copy)
+    (copy / "latest").unlink()
+    os.mkfifo(copy / "latest")
+    refuses("no file 'latest'", run, deep, PLANS["dp=2"], resume=copy)
 
 
 @pytest.fixture
@@ -355,8 +392,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, copy, t
     assert run(deep, PLANS["dp=2"], steps=1, resume=copy).meta["first_step"] == 2  # not looked at
     victim.write_bytes(bomb)
     crafted(copy, lambda body: body["files"].update({victim.name: checkpoints.facts(victim)}))
-    with pytest.raises(pl.RankError, match="SafetensorError"):
-        run(deep, PLANS["dp=2"], resume=copy)
+    refuses(f"{victim.name}': safetensors cannot read it", run, deep, PLANS["dp=2"], resume=copy)
     assert not gone_off.exists()
 
 
@@ -453,7 +489,7 @@ def test_a_checkpoint_that_goes_while_a_rank_reads_it_is_refused_in_words(deep, 
 
 
 # ---- a full disk --------------------------------------------------------------------------------
-def _no_room(file: Path, data: bytes) -> None:
+def _no_room(file: Path, text: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
@@ -471,7 +507,7 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(run, deep, copy, tex
         if context.rank == full == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         elif context.rank == full:
-            checkpoints.output_files.write = _no_room
+            checkpoints._write = _no_room
         return train(
             context, deep, pl.Plan(dp=2), steps=1, keep_state=False, data=str(text),
             save=str(copy), resume=str(before.folder), optimizer="adamw",

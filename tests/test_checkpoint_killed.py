@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 import paralab as pl
 from paralab.launch import _shared_server
-from paralab.report import boxes, checkpoints, output_files
+from paralab.report import boxes, checkpoints
 
 FILE = "rank-0.safetensors"
 ROUNDS = 6
@@ -85,18 +85,9 @@ def test_ended_between_any_two_steps_of_publishing_a_checkpoint_is_whole(
     tmp_path, monkeypatch, again
 ):
     clock, seen = SimpleNamespace(done=0, at=0), set()
-    dying = Dying(os, ("rename", "replace", "fsync", "open"), clock)
-    for module in (checkpoints, output_files):
-        monkeypatch.setattr(module, "os", dying)
-    monkeypatch.setattr(checkpoints, "shutil", Dying(shutil, ("rmtree",), clock))
-    unlink = Path.unlink
-
-    def unlink_while_alive(file: Path, **settings: Any) -> None:
-        if clock.done > clock.at:
-            raise OSError("the dead remove nothing")
-        unlink(file, **settings)
-
-    monkeypatch.setattr(Path, "unlink", unlink_while_alive)
+    for name, names in (("os", ("rename", "replace", "fsync", "open")), ("shutil", ("rmtree",))):
+        dying = Dying({"os": os, "shutil": shutil}[name], names, clock)
+        monkeypatch.setattr(checkpoints, name, dying)
     for at in itertools.count():
         folder = tmp_path / str(at)
         folder.mkdir()
@@ -124,8 +115,8 @@ def test_ended_between_any_two_steps_of_publishing_a_checkpoint_is_whole(
 
 
 def test_ended_in_the_first_save_of_all_the_next_run_starts_from_nothing(tmp_path, monkeypatch):
-    clock = SimpleNamespace(done=0, at=1)  # the index gets its name, and ``latest`` does not
-    monkeypatch.setattr(output_files, "os", Dying(os, ("replace",), clock))
+    clock = SimpleNamespace(done=0, at=0)
+    monkeypatch.setattr(checkpoints, "os", Dying(os, ("replace",), clock))
     with pytest.raises(Killed):
         write(tmp_path, 1)
     with pytest.raises(ValueError, match="no file 'latest' that names a checkpoint; legal: .*01"):

@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paralab.report.plain import typed
+
 DTYPE, ITEM = "F32", 4
 Sizes = tuple[int, ...]
 
@@ -30,6 +32,13 @@ class Box(NamedTuple):
     sizes: Sizes
     file: str
     key: str
+
+
+class Stored(NamedTuple):
+    """A whole tensor as the boxes that tile it."""
+
+    shape: Sizes
+    boxes: Sequence[Box]
 
 
 def intersection(offsets: Sizes, sizes: Sizes, box: Box) -> tuple[tuple[slice, ...], ...]:
@@ -71,7 +80,7 @@ def file_of(rank: int) -> str:
 
 
 def index(shapes: Mapping[str, Sizes], boxes: Iterable[Box]) -> dict[str, dict[str, Any]]:
-    """The entries of tensors in the JSON index, by name."""
+    """The entries of tensors in the JSON index, by name; `stored` reads one of them."""
     entries = {name: {"dtype": DTYPE, "shape": size, "boxes": []} for name, size in shapes.items()}
     for name, *fields in boxes:
         entries[name]["boxes"].append(dict(zip(Box._fields[1:], fields, strict=True)))
@@ -101,3 +110,58 @@ def write(file: Path, boxes: Sequence[Box], values: Iterable[Any]) -> tuple[int,
         opened.flush()
         os.fsync(opened.fileno())
     return size, crc
+
+
+# ---- reading ------------------------------------------------------------------------------------
+def stored(name: str, entry: Any) -> Stored:
+    """The tensor that an entry of the index describes. Raises ``ValueError`` if its boxes do not
+    tile it.
+    """
+    try:
+        shape = _sizes(entry, "shape")
+        if typed(entry, "dtype", str) != DTYPE:
+            raise ValueError(f"its dtype is {entry['dtype']!r}, not {DTYPE!r}")
+        boxes = []
+        for fields in typed(entry, "boxes", list):
+            where = typed(fields, "file", str), typed(fields, "key", str)
+            box = Box(name, _sizes(fields, "offsets"), _sizes(fields, "sizes"), *where)
+            if any(o + n > end for o, n, end in zip(*box[1:3], shape, strict=True)):
+                raise ValueError(f"a box of {box.sizes} at {box.offsets} is not inside {shape}")
+            boxes.append(box)
+        # Boxes in the order of their first rows, so a box can only overlap those before it that
+        # reach beyond its own first row.
+        near: list[Box] = []
+        for box in sorted(boxes):
+            near = [other for other in near if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+            if any(intersection(box.offsets, box.sizes, other) for other in near):
+                raise ValueError(f"two boxes hold the element at {box.offsets}")
+            near.append(box)
+        elements, whole = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
+        if elements != whole:
+            raise ValueError(f"the checkpoint has only {elements} of its {whole} elements")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    return Stored(shape, boxes)
+
+
+def check_file(file: Path, boxes: Iterable[Box]) -> None:
+    """Raise ``ValueError`` if a file is not safetensors or does not hold these boxes."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as opened:
+            for box in boxes:
+                part = opened.get_slice(box.key)
+                actual = part.get_dtype(), tuple(part.get_shape())
+                if actual != (right := (DTYPE, box.sizes)):
+                    has, needs = (f"{dtype} of shape {sizes}" for dtype, sizes in (actual, right))
+                    raise ValueError(f"{box.key!r} in it is {has}, not {needs}")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"safetensors cannot read it ({error})") from None
+
+
+def _sizes(fields: Mapping[str, Any], name: str) -> Sizes:
+    sizes = tuple(typed(fields, name, list))
+    if not sizes or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise ValueError(f"{name} is {sizes}, not whole numbers")
+    return sizes

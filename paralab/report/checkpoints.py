@@ -15,8 +15,7 @@ but the last two checkpoints removed. The next save removes what a killed save h
 
 A folder belongs to one run at a time: its rank 0 holds a lock that ends with the process.
 
-Nothing in a checkpoint is code: it is JSON and numbers. The index is sealed by a checksum, and has
-the checksum of every other file: what is complete is what a save wrote.
+Nothing in a checkpoint is code: it is JSON and numbers, and all of it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -27,20 +26,23 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from paralab import checks
-from paralab.checks import choice, illegal, reason
+from paralab.checks import choice, illegal, reason, whole
 from paralab.parallel.layouts import whole_shape
-from paralab.report import output_files
-from paralab.report.output_files import SCRATCH
-from paralab.report.plain import plain
+from paralab.report import boxes
+from paralab.report.plain import plain, typed
 from paralab.report.storage import seal
 from paralab.spec import ModelSpec
 
@@ -50,9 +52,11 @@ KEPT = 2
 LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
 # The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
-_NAME = re.compile(r"step-\d{8}(\.\d+)?")
+_NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
-_REMOVED = ".removed-"
+_KINDS: dict[str, Any] = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int)
+_KINDS |= dict(data=str, clip_norm=(float, NoneType))
+_SCRATCH, _REMOVED = ".saving-", ".removed-"
 _LEGAL = "a folder into which a run saved checkpoints, or None for a run from the start"
 
 
@@ -72,7 +76,7 @@ class Checkpoint:
     step: int  # optimizer steps that the training has done
     counters: Mapping[str, float]  # numbers of the optimizer that are equal on all ranks
     files: Mapping[str, tuple[int, int]]  # {file name: (bytes, CRC-32)}
-    tensors: Mapping[str, Any]  # {name: its entry of the index, as `boxes.index` makes it}
+    tensors: Mapping[str, boxes.Stored]  # {name: the boxes that tile it}
 
     def check(self, model: ModelSpec, changes: Sequence[str] = (), **settings: Any) -> None:
         """Raise ``ValueError`` if a run with this model and settings would not continue this
@@ -97,8 +101,7 @@ class Checkpoint:
 
     def check_state(self, model: ModelSpec, optimizer: str) -> None:
         """Raise ``ValueError`` if the tensors and counters are not those of such a training."""
-        expected = shapes(model, optimizer)
-        stored = {name: tuple(entry["shape"]) for name, entry in self.tensors.items()}
+        expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
                 here, right = stored.get(name), expected.get(name)
@@ -133,8 +136,8 @@ def find(path: object) -> Checkpoint:
     """The checkpoint at ``path``, which is one checkpoint, or a folder of which it is the latest.
 
     Raises ``ValueError`` saying what is wrong: there is no folder, or no checkpoint in it; the
-    index is damaged; a file is missing or has another size. The ranks that read a file compare its
-    contents with its checksum.
+    index is inconsistent; a file is missing, has another size, or holds other tensors than the
+    index says. The ranks that read a file compare its contents with its checksum.
     """
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
@@ -156,11 +159,21 @@ def find(path: object) -> Checkpoint:
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
         try:
-            actual = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except FileNotFoundError:
             damaged(folder / name, "the file is missing")
-        if actual != size:
-            damaged(folder / name, f"the file has {actual} bytes, but {size} were written")
+        if not stat.S_ISREG(found.st_mode):  # reading a FIFO may block for ever
+            damaged(folder / name, "it is no file")
+        if found.st_size != size:
+            damaged(folder / name, f"the file has {found.st_size} bytes, but {size} were written")
+    file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
+    for name, file_boxes in groupby(sorted(stored, key=file), file):
+        if name not in checkpoint.files:
+            damaged(folder / ABOUT, f"{name!r} is none of the checkpoint's files")
+        try:
+            boxes.check_file(folder / name, file_boxes)
+        except ValueError as error:
+            damaged(folder / name, str(error))
     return checkpoint
 
 
@@ -207,20 +220,35 @@ def _read(folder: Path) -> Checkpoint:
         legal = f"{_LEGAL}; update paralab if a newer version of it wrote the checkpoint"
         raise illegal("resume", str(folder), why, legal)
     try:
-        body = index["body"]
-        if seal(body) != index["sha256"]:
+        body = typed(index, "body", dict)
+        if seal(body) != index.get("sha256"):
             raise ValueError("its content does not match its own checksum")
-        files = {name: tuple(facts) for name, facts in body["files"].items()}
-        read = {"folder": folder, "model": ModelSpec.from_dict(body["model"]), "files": files}
-        return Checkpoint(**body | read)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        counters, files, tensors = (typed(body, n, dict) for n in ("counters", "files", "tensors"))
+        return Checkpoint(
+            folder=folder,
+            model=ModelSpec.from_dict(typed(body, "model", dict)),
+            step=whole("step", body.get("step"), at_least=0),
+            counters={name: typed(counters, name, float) for name in counters},
+            files={name: _facts(files, name) for name in files},
+            tensors={name: boxes.stored(name, entry) for name, entry in tensors.items()},
+            **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         damaged(file, str(error))
+
+
+def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:
+    pair = typed(files, name, list)
+    if not _FILE.fullmatch(name) or [type(n) for n in pair] != [int, int]:
+        raise ValueError(f"{name!r}: {pair} is not a file of tensors with its bytes and CRC-32")
+    return pair[0], pair[1]
 
 
 def _named(folder: Path) -> list[str]:
     """The names in ``latest``, newest first."""
+    latest = folder / LATEST
     try:
-        names = (folder / LATEST).read_text().split()
+        names = latest.read_text().split() if latest.is_file() else []  # a FIFO may block
     except (OSError, UnicodeDecodeError):
         return []
     return [name for name in names if _NAME.fullmatch(name)]
@@ -232,7 +260,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _all_complete(folder: Path) -> list[str]:
-    """All checkpoints in a folder, newest first: those that ``latest`` names, then the others."""
+    """All checkpoints in a folder: those of ``latest``, then the others; each newest first."""
     listed = _listed(folder)
     present = {index.parent.name for index in folder.glob(f"step-*/{ABOUT}")}
     return [*listed, *sorted(filter(_NAME.fullmatch, present - set(listed)), reverse=True)]
@@ -290,7 +318,7 @@ def locked(folder: Path) -> Iterator[Callable[[], bool]]:
 
 def scratch(folder: Path, step: int) -> Path:
     """The folder into which the checkpoint of ``step`` is written before it is published."""
-    return folder / f"{SCRATCH}{_name(step)}"
+    return folder / f"{_SCRATCH}{_name(step)}"
 
 
 def sweep(folder: Path) -> None:
@@ -304,7 +332,7 @@ def sweep(folder: Path) -> None:
             removed = entry.with_name(f"{_REMOVED}{entry.name}")
             shutil.rmtree(removed, ignore_errors=True)
             entry = entry.rename(removed)  # so that half a checkpoint never has a checkpoint's name
-        if entry.name.startswith((SCRATCH, _REMOVED)):
+        if entry.name.startswith((_SCRATCH, _REMOVED)):
             if entry.is_file():
                 entry.unlink(missing_ok=True)
             else:
@@ -319,7 +347,7 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
     folder, earlier = written.parent, _listed(written.parent)
     body = plain(about, "checkpoint")
     index = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
-    output_files.write(written / ABOUT, json.dumps(index).encode())
+    _write(written / ABOUT, json.dumps(index))
     _sync(written)
     name, copies = _name(step), 0
     while (folder / name).exists():  # a run resumed from an earlier step reaches this step again
@@ -327,7 +355,9 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
         name = f"{_name(step)}.{copies}"
     os.rename(written, folder / name)
     _sync(folder)
-    output_files.write(folder / LATEST, "\n".join([name, *earlier][:KEPT]).encode() + b"\n")
+    new_latest = folder / f"{_SCRATCH}{LATEST}"
+    _write(new_latest, "\n".join([name, *earlier][:KEPT]) + "\n")
+    os.replace(new_latest, folder / LATEST)
     _sync(folder)
     sweep(folder)
     return folder / name
@@ -335,6 +365,13 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _sync(folder: Path) -> None:

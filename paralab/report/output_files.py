@@ -11,7 +11,6 @@ from pathlib import Path
 
 from paralab import checks
 
-SCRATCH = ".saving-"  # the names of unfinished files begin with this
 LEGAL = "a file in an existing folder that you may write to"
 
 
@@ -55,7 +54,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         data = gzip.compress(data, 6, mtime=0)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {place.parent}; create it first")
-    scratch = place.with_name(f"{SCRATCH}{secrets.token_hex(8)}")
+    scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(scratch, "xb") as file:
             file.write(data)

@@ -1,4 +1,4 @@
-"""Plain JSON values."""
+"""Plain JSON values: converting to them, and checking their types when they are read back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from typing import Any
 from paralab.checks import illegal
 
 PLAIN = {bool, int, float, str, NoneType}  # types that need no conversion
+
+
+def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    """``body[name]``. Raises ValueError if it is missing or is not a ``kind``; a bool never is."""
+    if name not in body:
+        raise ValueError(f"{name} is missing")
+    value = body[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        legal = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+        raise ValueError(f"{name} has type {type(value).__name__}, not {legal}")
+    return value
 
 
 def plain(value: Any, where: str) -> Any:

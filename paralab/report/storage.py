@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 from paralab import checks
 from paralab.report import output_files, tables
 from paralab.report.merge import CLOCK_OFFSET
-from paralab.report.plain import plain
+from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 
 AnyReport = TypeVar("AnyReport", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
-# All that reading a report from other JSON may raise; `read` turns each into a ValueError.
+# All that reading a report from arbitrary JSON may raise; `read` turns each into a ValueError.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -139,7 +139,7 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
             "update paralab if a newer version of it wrote the file"
         )
     try:
-        if envelope["sha256"] != seal(body := envelope["body"]):
+        if envelope.get("sha256") != seal(body := typed(envelope, "body", dict)):
             raise ValueError("its content does not match its checksum")
         return build(body)
     except _MALFORMED as error:
@@ -161,24 +161,26 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `_body`."""
-    model = body["model"]
+    model, columns = typed(body, "model", (dict, type(None))), typed(body, "tables", dict)
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
-        "plan": Plan.from_dict(body["plan"]),
-        "meta": _decode(body["meta"]),
-        "losses": _decode(body["losses"]),
-        **{name: tables.columns_of(name, body["tables"][name]) for name in tables.COLUMNS},
+        "plan": Plan.from_dict(typed(body, "plan", dict)),
+        "meta": _decode(typed(body, "meta", dict)),
+        "losses": _decode(typed(body, "losses", list)),
+        **{name: tables.columns_of(name, typed(columns, name, dict)) for name in tables.COLUMNS},
     }
 
 
 def _report(body: dict[str, Any]) -> dict[str, Any]:
-    cluster = None if body["cluster"] is None else Cluster.from_dict(body["cluster"])
-    return {"clock": body["clock"], "cluster": cluster, **_fields(body)}
+    cluster = typed(body, "cluster", (dict, type(None)))
+    cluster = None if cluster is None else Cluster.from_dict(cluster)
+    return {"clock": typed(body, "clock", str), "cluster": cluster, **_fields(body)}
 
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:
-    own = {name: body[name] for name in ("rank", *CLOCK_OFFSET)}
-    return {"run_id": body["meta"].get("run_id"), **own, **_fields(body)}
+    fields, rank = _fields(body), typed(body, "rank", int)
+    offsets = {name: typed(body, name, float) for name in CLOCK_OFFSET}
+    return {"rank": rank, "run_id": fields["meta"].get("run_id"), **offsets, **fields}
 
 
 def _encode(value: Any) -> Any:
@@ -197,6 +199,6 @@ def _decode(value: Any) -> Any:
         return [_decode(v) for v in value]
     if isinstance(value, dict):
         if list(value) == ["$float"]:
-            return float(value["$float"])
+            return float(typed(value, "$float", str))
         return {k: _decode(v) for k, v in value.items()}
     return value
