@@ -432,6 +432,15 @@ def test_a_folder_whose_parts_are_not_those_of_one_run_says_whose_they_are(tmp_p
     refuses("is a paralab report, not a paralab rank part", load, folder)
 
 
+@pytest.mark.parametrize(("name", "value"), [("losses", [1.5]), ("meta", {"run_id": []})])
+def test_a_part_that_does_not_fit_the_others_names_the_folder(tmp_path, name, value):
+    written(tmp_path, dp=2)
+    part = tmp_path / "rank-00001.json"
+    changed(json.loads(part.read_bytes()), (name,), value, part)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: "):
+        load(tmp_path)
+
+
 @pytest.mark.timeout(20)
 def test_a_fifo_is_no_report(tmp_path):
     """It would be waited for without end; as a part in a folder too."""

@@ -152,18 +152,19 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     return result
 
 
-def calibration_points() -> dict[str, list[dict[str, Any]]]:
+def calibration_points(**settings: Any) -> dict[str, list[dict[str, Any]]]:
     """The measured points, {"links", "calls", "device", "products", "tiers", "kernels": rows}. A
-    row has its seconds and, if a fit was made, the seconds of the fit.
+    row has its seconds and, if a fit was made, the seconds of the fit. settings: of `calibration`.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward", "product"; with "after a wait" behind one
             of these, the extra seconds
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
-    tiers, kernels  op, payload_bytes, wire_bytes, seconds, fitted. kernels are those of a GPU
+    tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
+    kernels  of a GPU: op (kernel, launch), and the same as tiers
     """
-    return calibration()["points"]
+    return calibration(**settings)["points"]
 
 
 # ---- the cache --------------------------------------------------------------------------------
@@ -174,7 +175,9 @@ def known(device: str = "cpu") -> dict[str, Any] | None:
 
 
 def cache_path(device: str = "cpu") -> Path:
-    """The cache file, named after all that a calibration depends on."""
+    """The cache file: one per processor, core count, and version of torch and paralab; for GPUs
+    also per their names, memory and number.
+    """
     environ = os.environ
     folder = environ.get("PARALAB_CACHE_DIR")
     folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")

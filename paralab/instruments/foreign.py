@@ -94,6 +94,7 @@ class Observer(Program):
         """
         self._step_sharers.clear()
         self.begin()
+        self.only_calls = False
         self.recorder.enter(kind, self.counts[counted])
         self.counts[counted] += 1
         self.inside.append(kind)
@@ -159,6 +160,7 @@ class Observer(Program):
                 self._assign_step(optimizer)
             self._optimizers.add(optimizer)
             self.begin()
+            self.only_calls = False
             self.describe()
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
@@ -219,6 +221,6 @@ class Observer(Program):
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if not {"forward", "backward", "optimizer"} & set(tables["spans"]["kind"]):
+        if self.only_calls:
             tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables

@@ -182,7 +182,9 @@ def as_data(calls: dict[str, list]) -> Iterator[str]:
 
 
 def is_control(sent: list[Tensor]) -> bool:
-    """Whether a message is bookkeeping: one number (a norm, a loss, a flag), or few integers."""
+    """Whether a message is bookkeeping: one number (a norm, a loss, a flag), or up to `INDICES`
+    bytes of integers.
+    """
     has_floats = any(t.is_floating_point() or t.is_complex() for t in sent)
     is_single = sum(t.numel() for t in sent) <= 1
     return is_single or (not has_floats and sum(t.nbytes for t in sent) <= INDICES)

@@ -34,7 +34,7 @@ class Storage(NamedTuple):
     born: int
     died: int
     bytes: int
-    category: str
+    category: str  # in the ledger
 
 
 class Space(NamedTuple):

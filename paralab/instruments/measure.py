@@ -170,7 +170,7 @@ def _work_of_step(rank: Any) -> dict[str, Any]:
 
 
 def measure_kernels(context: Any) -> list[dict[str, Any]]:
-    """Runs in a rank on a GPU: seconds of a kernel that only reads and writes, by size (op
+    """Runs in a rank on a GPU: median seconds of a kernel that only reads and writes, by size (op
     "kernel"), and of the host per kernel that it launches in a small GPT's step (op "launch").
     """
     import torch

@@ -178,7 +178,9 @@ class Recorder:
 
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:
-        """A collective was launched at the mark ``start``. Returns the id of its span."""
+        """Record that a collective was launched at the mark ``start``; `completed` or `settled`
+        adds its end. Returns the id of its span.
+        """
         span = next(self._ids)
         self._spans.append((self.step, span, lane, "comm", 0, 0, -1, start, None, after))
         return span
@@ -207,7 +209,9 @@ class Recorder:
         return span
 
     def worked(self, span: int, start: Any, end: Any, cost: float | None) -> None:
-        """A job ran between these marks, at this cost in seconds; None: all of it. Any thread."""
+        """A job ran between these marks, at this cost in seconds; None: the time between them.
+        Safe in any thread.
+        """
         self._lane_work[span] = (start, end, cost)
 
     def call(self, row: tuple) -> None:

@@ -48,9 +48,10 @@ def witness(
     """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what was sent.
 
     ranks    processes, 2 to 64
-    ops      `OPS`: the calls of `comm.Group`, of which "send" is from rank 0 to the last;
-             "ring_all_reduce", "tree_all_reduce", ...: those of parallel/collectives.py; "native
-             reduce_scatter": torch's own, which the ledger does not see
+    ops      "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+             "send" (rank 0 to the last): the calls of `comm.Group`; "ring_all_reduce",
+             "tree_all_reduce", ...: those of parallel/collectives.py; "native reduce_scatter":
+             torch's own, which the ledger does not see
     nbytes   of the full tensor, rounded down to equal parts of whole elements per rank; below 1 MiB
              headers are more than 1 %
     timeout  seconds without any sign of life before the ranks are stopped
@@ -100,7 +101,9 @@ def between_gates(
 
 
 def _gated(context: Any, program: Callable[..., Any], *args: Any) -> tuple[Any, list[int]]:
-    """Runs in a rank. Gates use the ranks' store: a file, which sends nothing over the loopback."""
+    """Runs in a rank: (the program's result, the readings). Gates use the ranks' store, which is a
+    file and sends nothing over the loopback.
+    """
     readings: list[int] = []
 
     def gate() -> None:
@@ -153,7 +156,9 @@ def repeated(make_call: Callable[[], None], gate: Gate, recorder: Any) -> int:
 
 
 def one_call(group: Any, op: str, nbytes: int) -> Callable[[], None]:
-    """A function that makes one call of ``op`` on ``nbytes`` of fp32."""
+    """A function that makes one call of ``op`` on ``nbytes`` of fp32, a multiple of 4 times the
+    number of ranks.
+    """
     import torch
 
     from paralab.parallel.collectives import ALGORITHMS

@@ -98,7 +98,9 @@ def idle_shares(report: Tables, step: int) -> dict[int, float]:
 
 @remembered
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
-    """{rank: (first forward's start, last backward's end, compute between them, `bubble`'s T)}"""
+    """{rank: (start of its first forward, end of its last backward, seconds of compute between
+    them, T of its pipeline as in `bubble`)}
+    """
     on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
     spans = report.spans[on_lane]
     work, rank = spans["kind"].isin(COMPUTE_KINDS), spans["rank"]

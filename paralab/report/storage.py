@@ -88,7 +88,7 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
     first = min(parts, key=lambda part: part["rank"])
     try:
         return merged(parts, **{name: first[name] for name in ("model", "plan", "meta")})
-    except ValueError as error:
+    except _MALFORMED as error:
         raise ValueError(f"{folder}: {error}") from None
 
 

@@ -69,8 +69,12 @@ _CHOICES = {
     ("copies", "op"): COPY_OPS,
     ("memory", "tier"): TIERS,
 }
-_NAMES = {int: "a whole number", float: "a finite number", str: "text"}
-_NAMES[tuple] = "a list of span ids or ranks"
+_NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    tuple: "a list of span ids or ranks",
+}
 
 
 def _converted(kind: type, value: Any) -> Any:
@@ -142,13 +146,15 @@ def _read(name: str, column: str, values: Any) -> Any:
         return list(values)
     converted = []
     for row, value in enumerate(values):
-        what = f"table {name}: row {row}, {column}={value!r}"
+        wrong = ""
         try:
             converted.append(_converted(kind, value))
+            if legal and converted[-1] not in legal:
+                wrong = f"; legal: {', '.join(legal)}"
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{what} is not {_NAMES[kind]}") from None
-        if legal and converted[-1] not in legal:
-            raise ValueError(f"{what}; legal: {', '.join(legal)}")
+            wrong = f" is not {_NAMES[kind]}"
+        if wrong:
+            raise ValueError(f"table {name}: row {row}, {column}={value!r}{wrong}")
     return converted
 
 
@@ -195,7 +201,9 @@ def letters(spans: pd.DataFrame) -> pd.Series:
 
 
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
-    """Raise ValueError unless ids are unique, spans and ranks exist, and no row ends too early."""
+    """Raise ValueError unless span ids are unique, every span and rank that a row refers to exists,
+    and no row ends before it starts.
+    """
     for name, table in tables.items():
         unknown = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
         if unknown:
