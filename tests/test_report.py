@@ -432,6 +432,18 @@ def test_a_folder_whose_parts_are_not_those_of_one_run_says_whose_they_are(tmp_p
     refuses("is a paralab report, not a paralab rank part", load, folder)
 
 
+@pytest.mark.timeout(10)
+def test_a_plan_of_very_many_ranks_takes_neither_memory_nor_time(saved, tmp_path):
+    many = {"dp": 2**20, "pp": 2**20, "microbatches": 1}
+    original = json.loads(saved[0].read_bytes())
+    plan = original["body"]["plan"] | many
+    assert load(changed(original, ("plan",), plan, tmp_path / "many.json")).world_size == 2**40
+    written(tmp_path, dp=2)
+    for part in tmp_path.glob("rank-*.json"):
+        changed(json.loads(part.read_bytes()), ("plan",), plan, part)
+    refuses("no part of ranks 2-", load, tmp_path)
+
+
 @pytest.mark.parametrize(("name", "value"), [("losses", [1.5]), ("meta", {"run_id": []})])
 def test_a_part_that_does_not_fit_the_others_names_the_folder(tmp_path, name, value):
     written(tmp_path, dp=2)

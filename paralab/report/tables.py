@@ -205,9 +205,9 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
     and no row ends before it starts.
     """
     for name, table in tables.items():
-        unknown = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
-        if unknown:
-            raise ValueError(f"table {name}: rank {unknown[0]} in a report of {world_size} ranks")
+        ranks = table["rank"].unique().tolist()
+        if unknown := [rank for rank in ranks if not 0 <= rank < world_size]:
+            raise ValueError(f"table {name}: rank {min(unknown)} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():
             raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
     spans = tables["spans"]
