@@ -20,7 +20,6 @@ and no hook, and no operation pays for it.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -204,8 +203,8 @@ class Ledger(Storages):
     def _changed(self) -> bool:
         if self.bytes == self._sampled:  # nearly always
             return False
-        changes = map(operator.sub, self.bytes.values(), self._sampled.values())
-        return max(map(abs, changes)) > self._most // GRAIN
+        grain, sampled = self._most // GRAIN, self._sampled
+        return any(abs(size - sampled[name]) > grain for name, size in self.bytes.items())
 
     def _append_samples(self, mark: Any = None) -> None:
         """One sample of what is alive; before it the peak since the last one, if it was higher."""

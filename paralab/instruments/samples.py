@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-CATEGORIES += ("buffers", "workspace", "other")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "workspace",
+    "other",
+)
 
 
 class Sample(NamedTuple):
