@@ -354,6 +354,17 @@ def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, copy, how, l
     refuses(said, run, deep, PLANS["dp=2"], resume=copy)
 
 
+@pytest.mark.timeout(60)
+def test_a_fifo_in_a_checkpoint_is_refused_and_not_waited_for(deep, run, copy, lone):
+    os.mkfifo(latest(copy) / "rank-9.safetensors")
+    crafted(copy, lambda body: body["files"].update({"rank-9.safetensors": [0, 0]}))
+    said = "^resume='.*rank-9.safetensors': it is no file: the checkpoint is damaged; le"
+    refuses(said, run, deep, PLANS["dp=2"], resume=copy)
+    (copy / "latest").unlink()
+    os.mkfifo(copy / "latest")
+    refuses("no file 'latest'", run, deep, PLANS["dp=2"], resume=copy)
+
+
 @pytest.fixture
 def lone(monkeypatch) -> None:
     """No rank can be started."""

@@ -321,6 +321,18 @@ def test_what_never_steps_is_one_step(steps):
     assert report.traffic()["bytes"].sum() == 2400
 
 
+def forward_after_the_last_mark():
+    dist.all_reduce(torch.ones(300))
+    pl.step()
+    torch.nn.Linear(300, 300)(torch.ones(300))
+
+
+def test_calls_before_a_forward_are_setup_also_if_its_step_is_left_out():
+    report = pl.observe(forward_after_the_last_mark, 2, steps="marked")
+    assert "forward" not in set(report.spans["kind"])
+    assert set(report.collectives["phase"]) == {"setup"}
+
+
 def catches():
     """The first of four steps raises, as one with a bad loss scale may; the program goes on."""
     parameter = torch.nn.Parameter(torch.ones(4))

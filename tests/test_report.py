@@ -158,7 +158,9 @@ def test_hidden_communication_is_what_runs_beside_work_of_any_kind():
              (0, 1, "comm:dp", "comm", 3.0, 7.5), (0, 1, "comm:dp", "comm", 8.0, 9.0)]  # fmt: skip
     calls = [(0, 0, 1, "all_reduce", "dp", (0, 1), -1, "intra", "control", 8, 8, 8.0, 9.0, 5)]
     part = metrics.shares(hand_made(*spans, plan=Plan(dp=2), calls=calls), 1)
-    assert part == {"work": 4.0, "optimizer": 2.0, "wait": 3.0, "communication": 6.5, "hidden": 3.5}
+    right = {"work": 4.0, "optimizer": 2.0, "wait": 3.0, "communication": 6.5, "hidden": 3.5}
+    right |= {"for calls": 3.0, "for copies": 0.0, "host": 0.0, "copies": 0.0, "copies hidden": 0.0}
+    assert part == right
 
 
 def test_means_over_ranks_are_of_those_that_took_the_step():
@@ -171,9 +173,9 @@ def test_means_over_ranks_are_of_those_that_took_the_step():
     steps = [(*at, 0.0, 10.0) for at in taken]
     report = hand_made(*spans, plan=Plan(dp=2), steps=steps)
     part = {"work": 4.0, "optimizer": 0.0, "wait": 2.0, "communication": 4.0, "hidden": 2.0}
+    part |= {"for calls": 2.0, "for copies": 0.0, "host": 3.0, "copies": 2.0, "copies hidden": 1.0}
     for step in (1, 2):
         assert metrics.shares(report, step) == part
-        assert metrics.copy_shares(report, step)["copies"] == 2.0
     said = report.summary()["value"]
     assert (said["forward and backward"], said["host's processor at work"]) == (4e3, 3e3)
     assert said["step time"] == 1e4
@@ -302,7 +304,7 @@ NO_REPORTS = [
     (b'{"format": "paralab report", "version": true, "body": {}}', "version is True"),
     (b'{"format": "paralab report", "version": 1, "body": {}}', "version is 1, and .*; upd"),
     (b'{"format": "paralab report", "version": 3, "body": {}}', "version is 3, and .*; upd"),
-    (b'{"format": "paralab report", "version": NaN}', "NaN is not JSON"),
+    (b'{"format": "paralab report", "version": NaN}', "version is nan"),
 ]
 
 
@@ -351,6 +353,7 @@ def test_a_damaged_body_says_where_it_is_damaged(saved, tmp_path):
     for at, value, says in (
         (("model",), [], "model has type list, not dict or None"),
         (("losses",), {}, "losses has type dict, not list"),
+        (("losses",), "12", "losses has type str, not list"),
         (("tables", "steps"), 3, "steps has type int, not dict"),
         (("tables", "steps"), ABSENT, "steps is missing"),
         (("clock",), "sundial", "clock='sundial'"),
@@ -427,6 +430,27 @@ def test_a_folder_whose_parts_are_not_those_of_one_run_says_whose_they_are(tmp_p
     assert refused(part, "is a paralab rank part, not a paralab report")
     synthetic.report(1).save(part)
     refuses("is a paralab report, not a paralab rank part", load, folder)
+
+
+@pytest.mark.timeout(10)
+def test_a_plan_of_very_many_ranks_takes_neither_memory_nor_time(saved, tmp_path):
+    many = {"dp": 2**20, "pp": 2**20, "microbatches": 1}
+    original = json.loads(saved[0].read_bytes())
+    plan = original["body"]["plan"] | many
+    assert load(changed(original, ("plan",), plan, tmp_path / "many.json")).world_size == 2**40
+    written(tmp_path, dp=2)
+    for part in tmp_path.glob("rank-*.json"):
+        changed(json.loads(part.read_bytes()), ("plan",), plan, part)
+    refuses("no part of ranks 2-", load, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("losses", [1.5]), ("meta", {"run_id": []})])
+def test_a_part_that_does_not_fit_the_others_names_the_folder(tmp_path, name, value):
+    written(tmp_path, dp=2)
+    part = tmp_path / "rank-00001.json"
+    changed(json.loads(part.read_bytes()), (name,), value, part)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: "):
+        load(tmp_path)
 
 
 @pytest.mark.timeout(20)

@@ -18,7 +18,13 @@ PEAKS = ("allocated", "active", "reserved")  # columns of the table that are pea
 
 
 class Allocator:
-    """The allocator of one device. Reading its counters does not synchronize with the device."""
+    """The allocator of one device. Reading its counters does not synchronize with the device.
+
+    torch has one counter per peak, which `begin` resets at every step, and an observed program may
+    read and reset it too. So what the program reads is raised to the peaks from before the reset;
+    and where the program resets a counter, the peak of the step so far is kept. After the
+    observation the counters are those of its last step.
+    """
 
     def __init__(self, device: str) -> None:
         import torch
@@ -27,18 +33,19 @@ class Allocator:
         self._stats, self._reset = torch.cuda.memory_stats, torch.cuda.reset_peak_memory_stats
         # CUDA's own pool (cudaMallocAsync) keeps no list of blocks.
         self.native = self._cuda.get_allocator_backend() == "native"
+        self._program_peaks: dict[str, int] = {}  # from the program's last reset to our last
+        self._step_peaks: dict[str, int] = {}  # of this step, up to the program's last reset
 
     def begin(self) -> None:
         """A step begins: its peaks start from the bytes that are in use now."""
+        _raise_peaks(self._program_peaks, self._stats(self.device))
+        self._step_peaks.clear()
         self._reset(self.device)
 
     def row(self) -> tuple[int, ...]:
         """The peaks since `begin`, and the largest free block now, in bytes."""
-        stats = self._peak_stats()
-        return (*(stats[f"{name}_bytes.all.peak"] for name in PEAKS), self._largest_free())
-
-    def _peak_stats(self) -> dict[str, Any]:
-        return self._stats(self.device)
+        peaks = _raise_peaks(self._step_peaks.copy(), self._stats(self.device))
+        return (*(peaks[f"{name}_bytes.all.peak"] for name in PEAKS), self._largest_free())
 
     def _largest_free(self) -> int:
         """The largest block that the allocator could hand out without asking the driver."""
@@ -47,28 +54,6 @@ class Allocator:
         segments, own = self._cuda.memory_snapshot(), self.device.index
         blocks = [b for segment in segments if segment["device"] == own for b in segment["blocks"]]
         return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
-
-
-class SharedAllocator(Allocator):
-    """The allocator of an observed program, which may read and reset the peak counters itself.
-
-    torch has one counter per peak, which `begin` resets at every step. So what the program reads is
-    raised to the peaks from before the reset; and where the program resets a counter, the peak of
-    the step so far is kept. After the observation the counters are those of its last step.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self._program_peaks: dict[str, int] = {}  # from the program's last reset to our last
-        self._step_peaks: dict[str, int] = {}  # of this step, up to the program's last reset
-
-    def begin(self) -> None:
-        _raise_peaks(self._program_peaks, self._stats(self.device))
-        self._step_peaks.clear()
-        super().begin()
-
-    def _peak_stats(self) -> dict[str, Any]:
-        return _raise_peaks(self._step_peaks.copy(), super()._peak_stats())
 
     def share(self, undo: ExitStack) -> None:
         """Until ``undo`` is closed, intercept the program's reads and resets of the peaks."""

@@ -3,15 +3,14 @@
 Five short measurements run in ranks of their own (ten to fifteen seconds together; the caller never
 imports torch). measure.py has the code of the ranks, theory/fit.py the fits:
 
-    device  small GPTs with one thread, in two to four ranks at once, as in a run; fitted to
-            flops / F + bytes / B + kernels * o, the model of theory/work.py
-    links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
-            / bandwidth, as the event engine counts them
-    calls   posting a call, and computing right after a wait, as other ranks have used the caches.
-            Where cores are few there is one rank more than cores: in a run, too, only some waits
-            yield the core
+    device    small GPTs with one thread, in two to four ranks at once, as in a run; fitted to
+              flops / F + bytes / B + kernels * o, the model of theory/work.py
+    links     every collective between as many ranks, fitted to alpha + wire bytes / bandwidth
+    calls     posting a call, and computing right after a wait, as other ranks have used the caches.
+              Where cores are few there is one rank more than cores: in a run, too, only some waits
+              yield the core
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
-    tiers   copies ("host to device" where both are the same memory), files, AdamW steps
+    tiers     copies ("host to device" where both are the same memory), files, AdamW steps
 
 On GPUs, with one rank on each, the products in fp32 give F, and all products give the number of
 tokens at which they reach half of their rate. Kernels that only read and write give B and o; the
@@ -153,11 +152,9 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     return result
 
 
-def calibration_points(
-    *, device: str | None = None, refresh: bool = False
-) -> dict[str, list[dict[str, Any]]]:
+def calibration_points(**settings: Any) -> dict[str, list[dict[str, Any]]]:
     """The measured points, {"links", "calls", "device", "products", "tiers", "kernels": rows}. A
-    row has its seconds and, if a fit was made, the seconds of the fit.
+    row has its seconds and, if a fit was made, the seconds of the fit. settings: of `calibration`.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward", "product"; with "after a wait" behind one
@@ -165,9 +162,9 @@ def calibration_points(
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
-    kernels  of a GPU: op (kernel, launch), payload_bytes, wire_bytes, seconds, fitted
+    kernels  of a GPU: op (kernel, launch), and the same as tiers
     """
-    return calibration(device=device, refresh=refresh)["points"]
+    return calibration(**settings)["points"]
 
 
 # ---- the cache --------------------------------------------------------------------------------
@@ -274,8 +271,6 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     points = {"links": links} | {name: _typical(rows) for name, rows in passes.items()}
     tiers, kernels = points["tiers"], points["kernels"]
     post, wait, work = (0.0, 0.0, 0.0) if of_gpus else overheads(points["calls"])
-    updates = [row for row in tiers if row["op"] == "optimizer"]
-    largest = max(updates, key=lambda row: row["wire_bytes"])
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
     collectives, tier_links = _links(links, accuracy), _links(tiers, accuracy)
@@ -298,7 +293,8 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     else:
         (flops, bandwidth, overhead), accuracy["device"] = fit_device(points["device"])
     update_rate = tier_links["optimizer"].bandwidth
-    if of_gpus:  # all updates but the largest fit into their host's caches
+    if of_gpus:  # all updates but the largest, the last, fit into their host's caches
+        largest = [row for row in tiers if row["op"] == "optimizer"][-1]
         update_rate = largest["wire_bytes"] / largest["seconds"]
     cluster = Cluster(
         name="local GPUs" if of_gpus else "local",
@@ -360,11 +356,10 @@ def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 
 def _from_last_launch(measured: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
-    """One row per operation and size. Its seconds are those from the last rank's launch to the last
-    rank's end: the lower quartile over the repetitions of all passes, as other work can only add to
-    them, and makes whole launches ten times as slow while it has the processors.
-
-    measured  the rows of `measure_links` of each rank, pass by pass
+    """One row per operation and size of `measure_links`, whose rows ``measured`` has rank by rank
+    and pass by pass. Its seconds are those from the last rank's launch to the last rank's end: the
+    lower quartile over all repetitions, as other work can only add to them, and makes whole
+    launches ten times as slow while it has the processors.
     """
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
     for first in range(0, len(measured), ranks):

@@ -74,9 +74,6 @@ class Observer(Program):
         undo.callback(optimizers.register_optimizer_step_pre_hook(self._update).remove)
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
-            self.ledger.before_each = self.flights.drop_last_work
-            if self.awaits_gpu:
-                self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
             around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:

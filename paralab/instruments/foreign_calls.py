@@ -174,16 +174,16 @@ def as_data(calls: dict[str, list]) -> Iterator[str]:
     """The phases of the calls of a program without a forward, backward or optimizer: calls that
     were taken for its setup are its data, or gloo's surplus.
     """
-    scattered = set()  # spans of reduce-scatters
-    for op, span, phase in zip(*(calls[name] for name in ("op", "span", "phase")), strict=True):
-        scattered |= {span} if op == "reduce_scatter" else set()
+    columns = list(zip(calls["op"], calls["span"], calls["phase"], strict=True))
+    scattered = {span for op, span, _ in columns if op == "reduce_scatter"}
+    for op, span, phase in columns:
         surplus = op == "all_gather" and span in scattered  # see [Note: gloo]
         yield phase if phase != "setup" else SURPLUS if surplus else "data"
 
 
 def is_control(sent: list[Tensor]) -> bool:
-    """Whether a message is not part of an algorithm: one number (a norm, a loss, a flag), or up to
-    `INDICES` bytes of integers.
+    """Whether a message is bookkeeping: one number (a norm, a loss, a flag), or up to `INDICES`
+    bytes of integers.
     """
     has_floats = any(t.is_floating_point() or t.is_complex() for t in sent)
     is_single = sum(t.numel() for t in sent) <= 1

@@ -63,7 +63,7 @@ class Flights:
 
     def __init__(self, program: Program) -> None:
         self.program, self.recorder = program, program.recorder
-        self.backward_calls: dict[int, Any] = {}  # span: weak reference to the call's Work
+        self.backward_calls: set[int] = set()  # spans of calls in this backward, not waited for
         # Work: the spans of the calls that it stands for, and whether their tensors are on a GPU
         self._works: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()
         self._batches: dict[int, list[int]] = {}  # thread: spans of its open batch
@@ -128,7 +128,7 @@ class Flights:
         if work is None:
             return result
         if of_program and "backward" in program.inside:
-            self.backward_calls[span] = weakref.ref(work)
+            self.backward_calls.add(span)
         if gpu is not None and not where.gloo and has_unequal_parts(args):
             program.about["batches"] = True
         elif gpu is None or not where.gloo:
@@ -212,15 +212,15 @@ class Flights:
         Work is gone, waited for. The time since the last launch becomes a wait for them.
         """
         self.drop_last_work()
-        spans = tuple(span for span, work in self.backward_calls.items() if work() is None)
-        if spans:
+        kept = {span for spans, _ in self._works.values() for span in spans}
+        if spans := tuple(sorted(self.backward_calls - kept)):
             self.recorder.was_waiting(spans)
         return spans
 
     def settle(self, spans: tuple[int, ...]) -> None:
         """The wait for these calls is over."""
         for span in spans:
-            self.backward_calls.pop(span, None)
+            self.backward_calls.discard(span)
             self.recorder.settled(span, self.recorder.clock.mark())
 
 

@@ -13,7 +13,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from paralab.instruments.ledger import UNNAMED, Ledger
 from paralab.instruments.memory import Life, tensors
 from paralab.ranks.errors import OutOfMemory
 
-if TYPE_CHECKING:
-    from paralab.instruments.recorder import Recorder
-
 # {pattern in the text "operation, its result's dtype, device": what takes memory that no tensor
 # shows}. Gloo copies what an all-gather returns, and what a reduce-scatter is given.
 SCRATCH = {
@@ -44,18 +41,13 @@ SCRATCH = {
 
 
 class ForeignLedger(Ledger):
-    """``before_each()`` is called before every operation.
-
-    ``on_uncounted(tensor)`` is called with each tensor that is not counted; it returns True if it
-    has moved the ledger to the tensor's device.
-    """
+    """The ledger of a `Program`, which learns of every operation, and of what is not counted."""
 
     born_in = Ledger.born_in | {"compute": "other"}  # the program's work outside all other spans
-    before_each: Callable[[], None] = staticmethod(lambda: None)
-    on_uncounted: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+    def __init__(self, program: Any) -> None:
+        super().__init__(program.recorder)
+        self.program = program
         self._called: set[tuple] = set()  # (name, its result's dtype, device) of operations
 
     def scratch(self) -> list[str]:
@@ -96,7 +88,7 @@ class ForeignLedger(Ledger):
             return NotImplemented  # DTensor handles it; the operations that it makes come here
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
-        self.before_each()
+        self.program.flights.drop_last_work()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._called.add((func.__name__, getattr(result, "dtype", None), self.device))
         return result
@@ -111,7 +103,7 @@ class ForeignLedger(Ledger):
         life = None
         for inner in plain(tensor):
             life = super()._meet(inner) or life
-        if life is None and self.on_uncounted(tensor):
+        if life is None and self.program.look_for_gpu(tensor):  # which moves the ledger there
             return self._meet(tensor)
         return life
 

@@ -46,7 +46,7 @@ class Program:
     ) -> None:
         self.recorder, self.calls = recorder, Calls(recorder.rank, nodes)
         self.memory_steps, self.marked, self.undo = memory_steps, marked, ExitStack()
-        self.ledger = ForeignLedger(recorder) if memory_steps else None  # recorder.ledger while on
+        self.ledger = ForeignLedger(self) if memory_steps else None  # recorder.ledger while on
         self.step = 0  # the step that is open, or comes next
         self.in_step = self.started = False  # a step is open; the first step has begun
         self.only_calls = True  # there was no forward, backward or optimizer yet
@@ -143,9 +143,7 @@ class Program:
 
     # ---- steps ----------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Open a step if none is open, as something of a step happens. Before the first step was
-        the setup, of which only the calls are kept.
-        """
+        """Open a step if none is open. Of the setup, before the first one, the calls are kept."""
         if self.in_step:
             return
         if not self.started:

@@ -27,27 +27,22 @@ ALIGN = 64  # bytes: first_fit rounds storages up to a multiple
 
 
 class Storage(NamedTuple):
-    """Bytes that are alive from event ``born`` to before event ``died`` of a step, and their
-    category in the ledger. An event is the allocation, resize or free of a storage.
+    """Bytes that are alive from event ``born`` to before event ``died`` of a step. An event is the
+    allocation, resize or free of a storage.
     """
 
     born: int
     died: int
     bytes: int
-    category: str
+    category: str  # in the ledger
 
 
 class Space(NamedTuple):
-    """An address space in which storages were placed.
+    """An address space in which storages were placed."""
 
-    alive    the most bytes that are alive at once: a lower bound of the extent
-    extent   bytes of address space, which is the memory that a device must have
-    blocks   (first address, end, storage), in order of addresses
-    """
-
-    alive: int
-    extent: int
-    blocks: tuple[tuple[int, int, Storage], ...]
+    alive: int  # the most bytes that are alive at once: a lower bound of the extent
+    extent: int  # bytes of address space, which is the memory that a device must have
+    blocks: tuple[tuple[int, int, Storage], ...]  # (first address, end, storage), by address
 
     def gaps(self, event: int) -> list[int]:
         """Bytes of every free gap at an event, in order of addresses."""

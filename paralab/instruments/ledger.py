@@ -201,12 +201,10 @@ class Ledger(Storages):
         self.span_category = self.born_in.get(kind, "workspace")
 
     def _changed(self) -> bool:
-        if self.bytes != self._sampled:
-            grain = self._most // GRAIN
-            for category, size in self.bytes.items():
-                if abs(size - self._sampled[category]) > grain:
-                    return True
-        return False
+        if self.bytes == self._sampled:  # nearly always
+            return False
+        grain, sampled = self._most // GRAIN, self._sampled
+        return any(abs(size - sampled[name]) > grain for name, size in self.bytes.items())
 
     def _append_samples(self, mark: Any = None) -> None:
         """One sample of what is alive; before it the peak since the last one, if it was higher."""

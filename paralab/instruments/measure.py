@@ -27,28 +27,21 @@ from paralab.theory.traffic import ROOTED
 
 SHAPE = ("layers", "hidden", "heads", "seq_len", "samples")  # numbers that describe a small GPT
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+ROUNDS = 12  # repetitions of what is not measured for a given time
+LINKS_S, TIERS_S = 0.8, 0.4  # seconds for which links and tiers are measured
 
 
 class Workloads(NamedTuple):
-    """The shapes and sizes that are measured on one kind of device.
+    """The shapes and sizes that are measured on one kind of device; sizes are bytes."""
 
-    models      the `SHAPE` of each GPT
-    products    (tokens, inputs, outputs) of matrix products, measured in each of ``precisions``
-    odd         the same with an odd dimension, measured in bf16 and fp16 only
-    messages    payload bytes of collectives
-    tiers       bytes of a copy, of a file, and of the weights that the optimizer updates
-    kernels     bytes that a GPU kernel reads; it writes as many
-    ahead       bytes that a GPU fills before the kernels that are timed: see [Note: devices]
-    """
-
-    models: tuple[tuple[int, int, int, int, int], ...]
-    products: tuple[tuple[int, int, int], ...]
-    precisions: tuple[str, ...]
-    messages: tuple[int, ...]
-    tiers: tuple[int, ...]
-    kernels: tuple[int, ...] = ()
-    odd: tuple[tuple[int, int, int], ...] = ()
-    ahead: int = 0
+    models: tuple[tuple[int, ...], ...]  # the `SHAPE` of each GPT
+    products: tuple[tuple[int, int, int], ...]  # (tokens, inputs, outputs) of matrix products
+    precisions: tuple[str, ...]  # those of the products
+    messages: tuple[int, ...]  # payload of collectives
+    tiers: tuple[int, ...]  # of a copy, of a file, and of the weights that the optimizer updates
+    kernels: tuple[int, ...] = ()  # what a GPU kernel reads; it writes as many
+    odd: tuple[tuple[int, int, int], ...] = ()  # products with an odd dimension, in 16 bits only
+    ahead: int = 0  # what a GPU fills before the kernels that are timed: see [Note: devices]
 
 
 WORKLOADS = {
@@ -96,10 +89,8 @@ def see_gpus(context: Any) -> list[tuple[str, int]]:
 
 
 def one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, list]]:
-    """(a rank that trains a GPT of this shape on one device, a batch of token ids, its marks).
-
-    The marks are pairs, before and after each forward, backward and update of the last step, as
-    {"forward" | "backward" | "optimizer": pairs}.
+    """(a rank that trains a GPT of this shape, a batch of token ids, the marks of its last step as
+    {"forward" | "backward" | "optimizer": pairs of marks before and after}).
     """
     import torch
 
@@ -147,9 +138,7 @@ def one_step(rank: Any, batch: Any, marks: dict[str, list]) -> dict[str, float]:
 
 
 def measure_device(context: Any) -> list[dict[str, Any]]:
-    """Runs in a rank: the work and the seconds of forward, backward and optimizer of every model,
-    after a step of each that warms up.
-    """
+    """Runs in a rank: work and seconds of forward, backward and optimizer of every model."""
     shapes = workloads(context).models
     models = [one_rank(shape, context.device) for shape in shapes]
     for model in models:
@@ -180,10 +169,9 @@ def _work_of_step(rank: Any) -> dict[str, Any]:
     }
 
 
-def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
+def measure_kernels(context: Any) -> list[dict[str, Any]]:
     """Runs in a rank on a GPU: median seconds of a kernel that only reads and writes, by size (op
-    "kernel"), and of the host per kernel that it launches in a small GPT's step (op "launch"). The
-    first round warms up.
+    "kernel"), and of the host per kernel that it launches in a small GPT's step (op "launch").
     """
     import torch
 
@@ -195,7 +183,7 @@ def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         torch.zeros(size // 4, device=context.device) for size in (sizes.ahead, sizes.kernels[-1])
     )
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         clock.anchor()
         began = clock.now()
         rank.step(lambda k: batch)
@@ -213,15 +201,20 @@ def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         for size, pair in marks.items():
             times["kernel", 2 * size].append(clock.cost(*pair) / count)
         clock.resolve()
+    return _by_size({kind: seconds[1:] for kind, seconds in times.items()})  # the first warms up
+
+
+def _by_size(times: dict[tuple[str, int], list[float]]) -> list[dict[str, Any]]:
+    """The rows of what sends no message, from {(op, bytes): seconds of all repetitions}."""
     return [
-        {"op": op, "payload_bytes": size, "wire_bytes": size, "seconds": median(seconds[1:])}
+        {"op": op, "payload_bytes": size, "wire_bytes": size, "seconds": median(seconds)}
         for (op, size), seconds in times.items()
     ]
 
 
 def measure_products(context: Any, *, budget: float) -> list[dict[str, Any]]:
-    """Runs in a rank: median seconds of matrix products, by precision, kind and size. The kinds are
-    those of a linear layer: x W^T (forward), g W (gradient of the input), g^T x (of the weight).
+    """Runs in a rank: seconds of matrix products, by precision, kind and size. The kinds are those
+    of a linear layer: x W^T (forward), g W (gradient of the input), g^T x (of the weight).
 
     budget  seconds in all; at least 3 rounds, of which the first warms up
     """
@@ -263,11 +256,9 @@ def measure_products(context: Any, *, budget: float) -> list[dict[str, Any]]:
     ]
 
 
-def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
+def measure_links(context: Any) -> list[dict[str, Any]]:
     """Runs in a rank: a row per collective and size, whose "marks" are the (launch, end) of every
-    repetition in seconds of the rank's clock.
-
-    budget  seconds in all; from 3 to 12 rounds, of which the first warms up
+    repetition in seconds of the rank's clock. Takes `LINKS_S`, but from 3 to 12 rounds.
     """
     import torch
 
@@ -282,8 +273,8 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     # multiples of the group's size, so that the parts of all members are equal
     sizes = [size - size % (4 * group.size) for size in workload.messages]
     rows = [{"op": op, "payload_bytes": size, "marks": []} for op in OPS for size in sizes]
-    deadline = time.perf_counter() + budget
-    for done in range(1, 13):
+    deadline = time.perf_counter() + LINKS_S
+    for done in range(1, ROUNDS + 1):
         clock.anchor()
         for row in rows:
             tensor = largest[: row["payload_bytes"] // 4]
@@ -301,18 +292,15 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
         if done >= 3 and is_over.item():
             break
     for row in rows:
-        row["marks"] = row["marks"][1:]
+        row["marks"] = row["marks"][1:]  # the first round warms up
     return rows
 
 
-def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
-    """Runs in a rank: median seconds of posting a collective ("post"), and by how much a
-    computation takes longer right after a wait for a collective: a forward and a backward, compared
-    with a step without waits, and a small product, compared with the same product right after
-    itself.
-
-    The model is the smallest one: with larger ones the extra time hardly grows. The first quarter
-    of the rounds warms up.
+def measure_calls(context: Any) -> list[dict[str, Any]]:
+    """Runs in a rank: seconds of posting a collective ("post"), and by how much a computation takes
+    longer right after a wait for a collective: a forward and a backward, compared with a step
+    without waits, and a small product, compared with the same product right after itself. The model
+    is the smallest one: with larger ones the extra time hardly grows.
     """
     import torch
 
@@ -349,7 +337,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     def multiplied() -> float:
         return clock.cost(*_marked(clock, torch.nn.functional.linear, x, w))
 
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         train(usual)  # not measured: it is still slowed down by the waits of the round before
         without, after = train(usual), train(waiting)
         times["post"].append(after["post"] / len(firsts))
@@ -360,15 +348,15 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         times["product"].append(multiplied())
         group.all_reduce(message, phase="setup").wait()
         times["product after a wait"].append(multiplied() - times["product"][-1])
-    return [{"what": name, "seconds": median(t[len(t) // 4 :])} for name, t in times.items()]
+    warm = ROUNDS // 4  # rounds that warm up
+    return [{"what": name, "seconds": median(seconds[warm:])} for name, seconds in times.items()]
 
 
-def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict[str, Any]]:
-    """Runs in a rank: median seconds of copies between tiers, in the lanes that offload uses, and
-    of the optimizer on the host's processor, whose cores ``ranks`` ranks share.
-
-    One row for each op and size: "host" is a copy in either direction, "disk" a write or a read of
-    a file past the page cache, "optimizer" an AdamW step. A GPU's copies are timed on their stream.
+def measure_tiers(context: Any, *, ranks: int) -> list[dict[str, Any]]:
+    """Runs in a rank: seconds by op and size, in the lanes that offload uses: "host" is a copy
+    between tiers in either direction, "disk" a write or a read of a file past the page cache,
+    "optimizer" an AdamW step on the host's processor, whose cores ``ranks`` ranks share. A GPU's
+    copies are timed on their stream.
     """
     import tempfile
 
@@ -406,7 +394,7 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
         files = Files(folder)
         for size in sizes:
             files.create(str(size), size)
-        deadline = time.perf_counter() + budget
+        deadline = time.perf_counter() + TIERS_S
         while len(rows["optimizer", sizes[0]]) < 4 or time.perf_counter() < deadline:
             clock.resolve()
             for size in sizes:
@@ -416,17 +404,12 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
                 timed(host, "optimizer", size, lambda size=size: update(size // 4))
                 timed(disk, "disk", size, lambda n=name, v=local: files.write(n, v))
                 timed(disk, "disk", size, lambda n=name, v=local: files.read(n, v))
-    return [
-        {"op": op, "payload_bytes": size, "wire_bytes": size, "seconds": median(seconds)}
-        for (op, size), seconds in rows.items()
-    ]
+    return _by_size(rows)
 
 
 def call(group: Any, op: str, whole: Any, part: Any, *, end: int, phase: str | None = None) -> None:
-    """Make one collective on ``whole``, of which each rank has one ``part``, and wait for it.
-
-    end  global rank: the root of a broadcast or reduce, or the receiver of what the first rank
-         sends
+    """Make one collective on ``whole``, of which each rank has one ``part``, and wait for it. The
+    rank ``end`` is the root of a broadcast or reduce, or receives what the first rank sends.
     """
     if op == "all_gather":
         group.all_gather(whole, part, phase=phase).wait()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paralab.instruments.allocator import Allocator, SharedAllocator
+from paralab.instruments.allocator import Allocator
 from paralab.instruments.marks import clock_of
 from paralab.instruments.samples import Sample, rows
 from paralab.report.tables import COLUMNS, by_column
@@ -49,7 +49,7 @@ class Recorder:
         self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}  # span of a collective: the mark at its end
         self._lane_work: dict[int, tuple] = {}  # span of a job on a lane: its start, end and cost
-        self._steps: list[tuple] = []  # (step, start, end, beside); without an end: open
+        self._steps: list[list] = []  # [step, start, end, beside]; end is None: open
         self.allocator = Allocator(device) if device.startswith("cuda") else None
         self._allocated: list[tuple] = []
         self.ledger: Any = None  # counts the bytes of this rank's tensors (ledger.py); None: off
@@ -61,7 +61,7 @@ class Recorder:
         """An observed program turns out to compute on this GPU: from now on times and bytes are the
         GPU's. Earlier marks remain times of the host; earlier samples of memory are dropped.
         """
-        self.clock, self.allocator = clock_of(device), SharedAllocator(device)
+        self.clock, self.allocator = clock_of(device), Allocator(device)
         self.allocator.begin()
         self.samples.clear()
         if self.ledger is not None:
@@ -121,7 +121,7 @@ class Recorder:
 
     def where(self) -> str:
         """Where in the training this rank is, for a message: "step 0, forward of micro-batch 1"."""
-        if not self._steps or len(self._steps[-1]) > 3:
+        if not self._steps or self._steps[-1][2] is not None:
             return f"before step {len(self._steps)}"
         kind, *_, microbatch, _ = self._open[-1] if self._open else ("between two spans", -1, ())
         return f"step {self.step}, {kind}" + (f" of micro-batch {microbatch}" * (microbatch >= 0))
@@ -158,11 +158,9 @@ class Recorder:
         self._open[-1] = ("wait", *place, after)
 
     @contextmanager
-    def span(
-        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
-    ) -> Iterator[None]:
-        """``with recorder.span("forward", microbatch=k): ...``"""
-        self.enter(kind, microbatch, stage, chunk, after)
+    def span(self, kind: str, **settings: Any) -> Iterator[None]:
+        """``with recorder.span("forward", microbatch=k): ...``; settings: those of `enter`."""
+        self.enter(kind, **settings)
         try:
             yield
         finally:
@@ -192,9 +190,7 @@ class Recorder:
         self._comm_ends[span] = end
 
     def settled(self, span: int, end: Any = None) -> None:
-        """A collective was waited for: unless `completed` has recorded its end, it ended at the
-        mark ``end``, by default now.
-        """
+        """A collective was waited for: unless it has `completed`, it ended at ``end``, or now."""
         self._comm_ends.setdefault(span, self.clock.host() if end is None else end)
 
     def queued(
@@ -229,20 +225,20 @@ class Recorder:
         waits  the host may wait until the device is idle, which paralab's own steps leave it
         """
         self.step = step
+        if self.allocator is not None:
+            self.allocator.begin()
         self.clock.anchor(waits=waits)
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
-        if self.allocator is not None:
-            self.allocator.begin()
-        self._steps.append((step, now, self.clock.beside()))
+        self._steps.append([step, now, None, self.clock.beside()])
         self._sample(now)
 
     def end_step(self) -> None:
         """Close the step. In paralab's own training the device has completed it by now."""
-        step, start, beside = self._steps.pop()
+        step, _, _, beside = self._steps[-1]
         now = self.clock.mark()
-        self._steps.append((step, start, now, self.clock.beside() - beside))
+        self._steps[-1][2:] = now, self.clock.beside() - beside
         self._sample(now)
         self.clock.resolve()
         if self.allocator is not None:
@@ -252,13 +248,11 @@ class Recorder:
             self._allocated.append((self.rank, step, *row))
 
     def go_on(self) -> None:
-        """Reopen the step that ended last. All rows recorded since, also those of the next step,
-        become part of it.
-        """
-        if len(self._steps[-1]) == 3:  # the next step has begun
+        """Reopen the step that ended last, with all rows since, also those of the next step."""
+        if self._steps[-1][2] is None:  # the next step has begun
             self._steps.pop()
-        step, start, _, beside = self._steps.pop()
-        self._steps.append((step, start, self.clock.beside() - beside))
+        step, _, _, beside = self._steps[-1]
+        self._steps[-1][2:] = None, self.clock.beside() - beside
         self.step, later = step, step + 1
         for table in (self._spans, self._calls):
             table[:] = [(step, *row[1:]) if row[0] == later else row for row in table]

@@ -13,23 +13,16 @@ CATEGORIES = (
     "workspace",
     "other",
 )
-HELD = [("device", name) for name in CATEGORIES]
 
 
 class Sample(NamedTuple):
-    """The bytes that were alive at one moment of a step.
-
-    mark       the moment on the recorder's clock if it is a span's boundary; None within a span
-    host       the moment in seconds of ``time.perf_counter``
-    held       {category: bytes} on the device, in the order of CATEGORIES
-    offloaded  {(tier, category): bytes} of what was offloaded from the device
-    """
+    """The bytes that were alive at one moment of a step."""
 
     step: int
-    mark: Any
-    host: float
-    held: dict[str, int]
-    offloaded: dict[tuple[str, str], int]
+    mark: Any  # the moment on the recorder's clock if it is a span's boundary; None within a span
+    host: float  # the moment in seconds of ``time.perf_counter``
+    held: dict[str, int]  # {category: bytes} on the device, in the order of CATEGORIES
+    offloaded: dict[tuple[str, str], int]  # {(tier, category): bytes} offloaded from the device
 
 
 def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
@@ -49,7 +42,7 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     for (step, mark, _, held, offloaded), interpolated in zip(samples, times, strict=True):
         time = float(interpolated) if mark is None else clock.seconds(mark)
         last = time = max(time, last + 1e-7)
-        sizes = [*zip(HELD, held.values(), strict=True), *offloaded.items()]
+        sizes = [*((("device", name), size) for name, size in held.items()), *offloaded.items()]
         seen.update([key for key, size in sizes if size])
         table += [(rank, step, time, *key, size) for key, size in sizes if key in seen]
     return table

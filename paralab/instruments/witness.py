@@ -72,10 +72,8 @@ def witness(
         counted = min(per_call(readings, i))
         recorded = None if op == NATIVE else sum(ledger[i] for ledger in ledgers)
         rows.append((op, expected, recorded, counted, round(counted / expected, 3)))
-    table = pd.DataFrame(
-        rows, columns=["op", "theory_bytes", "ledger_bytes", "kernel_bytes", "ratio"]
-    )
-    return table.astype({"ledger_bytes": "Int64"})
+    columns = ["op", "theory_bytes", "ledger_bytes", "kernel_bytes", "ratio"]
+    return pd.DataFrame(rows, columns=columns).astype({"ledger_bytes": "Int64"})
 
 
 def theory_bytes(op: str, ranks: int, nbytes: int) -> int:
@@ -98,8 +96,7 @@ def between_gates(
     A rank that calls ``gate()`` is idle until all ranks have called it and the counter is read.
     """
     loopback_bytes()  # raise before a process starts
-    settings = {"timeout": timeout, "device": "cpu"}
-    parts = launch_program(_gated, ranks, (program, *args), **settings)
+    parts = launch_program(_gated, ranks, (program, *args), timeout=timeout, device="cpu")
     return [result for result, _ in parts], parts[0][1]
 
 

@@ -82,9 +82,9 @@ def copied(
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
 
-    def moved(row: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    def moved(row: Any) -> list[tuple[dict[str, Any], int]]:
         link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
-        yield {"rank": row.rank, "link": link, "category": row.category}, row.bytes
+        return [({"rank": row.rank, "link": link, "category": row.category}, row.bytes)]
 
     return _per_step(report, report.copies, moved, _checked(by, COPIED_BY), warmup)
 

@@ -26,6 +26,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import warnings
 import zlib
@@ -61,31 +62,21 @@ _LEGAL = "a folder into which a run saved checkpoints, or None for a run from th
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint says about itself.
+    """What a checkpoint says about itself and about the run that wrote it."""
 
-    folder     its own folder
-    model, plan, optimizer, lr, seed, global_batch, clip_norm  of the run that wrote it; ``plan`` as
-               plain values
-    data       length and digest of the training text: `Corpus.identity`
-    step       optimizer steps that the training has done
-    counters   numbers of the optimizer that are equal on all ranks: {name: value}
-    files      {file name: (bytes, CRC-32)}
-    tensors    {name: the boxes that tile it}
-    """
-
-    folder: Path
+    folder: Path  # its own
     model: ModelSpec
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any]  # as plain values
     optimizer: str
     lr: float
     seed: int
     global_batch: int
-    data: str
+    data: str  # length and digest of the training text: `Corpus.identity`
     clip_norm: float | None
-    step: int
-    counters: Mapping[str, float]
-    files: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, boxes.Stored]
+    step: int  # optimizer steps that the training has done
+    counters: Mapping[str, float]  # numbers of the optimizer that are equal on all ranks
+    files: Mapping[str, tuple[int, int]]  # {file name: (bytes, CRC-32)}
+    tensors: Mapping[str, boxes.Stored]  # {name: the boxes that tile it}
 
     def check(self, model: ModelSpec, changes: Sequence[str] = (), **settings: Any) -> None:
         """Raise ``ValueError`` if a run with this model and settings would not continue this
@@ -168,11 +159,13 @@ def find(path: object) -> Checkpoint:
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
         try:
-            actual = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except FileNotFoundError:
             damaged(folder / name, "the file is missing")
-        if actual != size:
-            damaged(folder / name, f"the file has {actual} bytes, but {size} were written")
+        if not stat.S_ISREG(found.st_mode):  # reading a FIFO may block for ever
+            damaged(folder / name, "it is no file")
+        if found.st_size != size:
+            damaged(folder / name, f"the file has {found.st_size} bytes, but {size} were written")
     file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
     for name, file_boxes in groupby(sorted(stored, key=file), file):
         if name not in checkpoint.files:
@@ -253,8 +246,9 @@ def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 def _named(folder: Path) -> list[str]:
     """The names in ``latest``, newest first."""
+    latest = folder / LATEST
     try:
-        names = (folder / LATEST).read_text().split()
+        names = latest.read_text().split() if latest.is_file() else []  # a FIFO may block
     except (OSError, UnicodeDecodeError):
         return []
     return [name for name in names if _NAME.fullmatch(name)]
@@ -266,9 +260,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _all_complete(folder: Path) -> list[str]:
-    """All checkpoints in a folder: first those that ``latest`` names, then the others; each newest
-    first.
-    """
+    """All checkpoints in a folder: those of ``latest``, then the others; each newest first."""
     listed = _listed(folder)
     present = {index.parent.name for index in folder.glob(f"step-*/{ABOUT}")}
     return [*listed, *sorted(filter(_NAME.fullmatch, present - set(listed)), reverse=True)]

@@ -38,6 +38,30 @@ if TYPE_CHECKING:
 PREFETCHED = 0.5
 OTHER = 0.05  # share of the peak above which the category "other" gets a sentence
 NAMED = 5  # how many parameters, sizes or pairs of ranks an answer names
+UNKNOWN = {  # what is not known, by the condition under which it is not: see `_unknown`
+    "through host": "When a call of gloo with tensors on a GPU ended: its span ends when the "
+    "rank's wait for it ended.",
+    "gloo": "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
+    "its span ends when the rank's wait for it ended.",
+    "FSDP2": "When the device waited for FSDP2's collectives: they run on streams of their own, "
+    "and a stall of the compute stream counts as computation.",
+    "aside": "When the device waited for calls that the program waits for on streams of its own: "
+    "they end there, and a stall of the compute stream counts as computation.",
+    "batches": "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL "
+    "with parts of unequal sizes: NCCL does not report it, so their spans end when the rank's wait "
+    "for them ended.",
+    "DDP": "When DistributedDataParallel's reducer began to wait: it waits in C++, so what follows "
+    "its last all-reduce in a backward counts as the wait.",
+    "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
+    "replayed, its calls, forwards and backwards are not seen.",
+    "threads": "What other threads of the program train: modules were trained on a thread that the "
+    "program had started, and only the main thread's spans, steps and memory are recorded.",
+    "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
+    "counted, so the bytes are those of the program as it is written. It compiles in the step "
+    "after that, which takes longer; with memory_steps=0, in the first step.",
+    "scratch": "What kernels allocate and free while they compute, here those of {kernels}: only "
+    "tensors that operations return are counted, so the process may hold more than the peak says.",
+}
 
 
 class Explanation(dict[str, str]):
@@ -241,66 +265,20 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
-    on_gpu = facts.device_of(report) == "cuda"
-    through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
-    observed = report.meta.get("observed", ())
+    on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
     scratch = sorted({what for program in observed for what in program.get("scratch", ())})
-    notes = (  # (condition, what is not known if it holds)
-        (
-            through_host and len(calls),
-            "When a call of gloo with tensors on a GPU ended: its span ends when the rank's wait "
-            "for it ended.",
-        ),
-        (
-            not on_gpu and len(calls),
-            "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
-            "its span ends when the rank's wait for it ended.",
-        ),
-        (
-            (on_gpu or not len(calls)) and "FSDPModule" in modules,
-            "When the device waited for FSDP2's collectives: they run on streams of their own, and "
-            "a stall of the compute stream counts as computation.",
-        ),
-        (
-            any_made_of(report, "aside"),
-            "When the device waited for calls that the program waits for on streams of its own: "
-            "they end there, and a stall of the compute stream counts as computation.",
-        ),
-        (
-            any_made_of(report, "batches"),
-            "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
-            "parts of unequal sizes: NCCL does not report it, so their spans end when the rank's "
-            "wait for them ended.",
-        ),
-        (
-            "DistributedDataParallel" in modules,
-            "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
-            "follows its last all-reduce in a backward counts as the wait.",
-        ),
-        (
-            any_made_of(report, "graphs"),
-            "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
-            "replayed, its calls, forwards and backwards are not seen.",
-        ),
-        (
-            made_of(report, "threads"),
-            "What other threads of the program train: modules were trained on a thread that the "
-            "program had started, and only the main thread's spans, steps and memory are recorded.",
-        ),
-        (
-            any_made_of(report, "compiles"),
-            "What a compiled program holds: torch.compile compiles nothing while bytes are "
-            "counted, so the bytes are those of the program as it is written. It compiles in the "
-            "step after that, which takes longer; with memory_steps=0, in the first step.",
-        ),
-        (
-            scratch,
-            f"What kernels allocate and free while they compute, here those of "
-            f"{' and '.join(scratch)}: only tensors that operations return are counted, so the "
-            "process may hold more than the peak says.",
-        ),
-    )
-    unknown = [text for holds, text in notes if holds]
+    through_host = on_gpu and report.meta.get("backend") == "gloo" and observed
+    holds = {flag: any_made_of(report, flag) for flag in UNKNOWN}
+    holds |= {
+        "through host": through_host and len(calls),
+        "gloo": not on_gpu and len(calls),
+        "FSDP2": (on_gpu or not len(calls)) and "FSDPModule" in modules,
+        "DDP": "DistributedDataParallel" in modules,
+        "threads": made_of(report, "threads"),
+        "scratch": scratch,
+    }
+    kernels = " and ".join(scratch)
+    unknown = [text.format(kernels=kernels) for name, text in UNKNOWN.items() if holds[name]]
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     counts = sorted(set(steps["rank"].value_counts()))
     if len(counts) > 1:

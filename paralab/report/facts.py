@@ -21,9 +21,7 @@ Answer = TypeVar("Answer")
 
 
 def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, int], Answer]:
-    """A function of a report and a step whose results the report keeps: figures and tables ask for
-    them again and again, and what they are made of never changes.
-    """
+    """A function of a report and a step whose results the report, which never changes, keeps."""
 
     @functools.wraps(function)
     def known(report: Tables, step: int) -> Answer:
@@ -62,9 +60,7 @@ def needs_times(report: Tables, what: str) -> None:
 
 
 def needs_own_devices(report: Tables, what: str) -> None:
-    """Raise ValueError for a run whose ranks shared a GPU: the time of each rank's spans includes
-    the other ranks' kernels.
-    """
+    """Raise ValueError if ranks shared a GPU: a span's time includes the other ranks' kernels."""
     if report.meta.get("shared_gpu"):
         why = f"{what} needs the compute time of each rank, and the ranks shared this GPU: "
         why += "the time of each includes the work of the others"

@@ -7,7 +7,7 @@ times and is refused. Step 0 is warm-up and is left out wherever there is anothe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NAN = float("nan")
-SHARES = ("work", "optimizer", "wait", "communication", "hidden")
-COPIED, EXPOSED = ("copies", "hidden"), ("calls", "copies")
+SHARES = ("work", "optimizer", "host", "wait", "for calls", "for copies")
+SHARES += ("communication", "hidden", "copies", "copies hidden")
 
 
 # ---- times of a step -----------------------------------------------------------------------------
@@ -38,9 +38,7 @@ def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
 
 
 def step_time(report: Tables) -> float:
-    """Seconds of a step: the time of its slowest rank, as the median over the measured steps. NaN
-    without steps.
-    """
+    """Seconds of a step on its slowest rank, median over the measured steps; NaN without steps."""
     return median(step_durations(report).values() or [NAN])
 
 
@@ -51,9 +49,7 @@ def typical_step(report: Tables) -> int:
 
 
 def chosen_step(report: Tables, step: int | None) -> int:
-    """``step``, or the typical step if it is None. Raises ValueError if the report has no such
-    step, or no steps at all.
-    """
+    """``step``; None: the typical one. Raises ValueError if the report has no such step."""
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
         raise ValueError("this report has no steps; pl.run(...) records them")
@@ -63,9 +59,7 @@ def chosen_step(report: Tables, step: int | None) -> int:
 
 
 def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
-    """Seconds of each of these spans of a compute lane; for the boxes of an outline, which contain
-    waiting, only the seconds of compute.
-    """
+    """Seconds of spans of a compute lane; in outline the compute, as boxes contain waiting."""
     seconds = spans["end"] - spans["start"]
     if in_outline(report):
         seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
@@ -107,32 +101,22 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between
     them, T of its pipeline as in `bubble`)}
     """
-    import numpy as np  # `import paralab` does without
-
-    columns = ["rank", "kind", "start", "end", "cost"]
-    computing = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
-    spans = report.spans.loc[computing, columns]
-    rank, start, end = (spans[name].to_numpy() for name in ("rank", "start", "end"))
-    work = spans["kind"].isin(COMPUTE_KINDS).to_numpy()
-    ranks = np.unique(rank[work])
-    if not len(ranks):
-        return {}
-    # The position in ``ranks`` of each span's rank; meaningless for a rank without work.
-    at = np.searchsorted(ranks, rank).clip(max=len(ranks) - 1)
-    first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
-    np.minimum.at(first, at[work], start[work])
-    np.maximum.at(last, at[work], end[work])
-    packs = (spans["kind"] == "copy").to_numpy() & (ranks[at] == rank)  # into gradient buckets
-    counted = work | packs & (start >= first[at]) & (end <= last[at])
-    seconds = seconds_of(report, spans).to_numpy()
-    busy = np.bincount(at[counted], seconds[counted], len(ranks))
-    longest: dict[tuple, float] = {}
-    pipelines = [report.plan.place(rank)[1:] for rank in ranks.tolist()]
-    for pipeline, took in zip(pipelines, (last - first).tolist(), strict=True):
-        longest[pipeline] = max(longest.get(pipeline, 0.0), took)
-    columns = (column.tolist() for column in (ranks, first, last, busy))
-    parts = zip(*columns, map(longest.get, pipelines), strict=True)
-    return {rank: tuple(part) for rank, *part in parts}
+    on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
+    spans = report.spans[on_lane]
+    work, rank = spans["kind"].isin(COMPUTE_KINDS), spans["rank"]
+    by_rank = spans[work].groupby("rank")
+    first, last = by_rank["start"].min(), by_rank["end"].max()
+    inside = (spans["start"] >= rank.map(first)) & (spans["end"] <= rank.map(last))
+    counted = spans[work | spans["kind"].eq("copy") & inside]  # copies into gradient buckets
+    busy = seconds_of(report, counted).groupby(counted["rank"]).sum()
+    longest: dict[tuple, float] = defaultdict(float)
+    pipelines = {rank: report.plan.place(rank)[1:] for rank in first.index.tolist()}
+    for rank, took in (last - first).items():
+        longest[pipelines[rank]] = max(longest[pipelines[rank]], took)
+    return {
+        rank: (float(first[rank]), float(last[rank]), float(busy[rank]), longest[pipeline])
+        for rank, pipeline in pipelines.items()
+    }
 
 
 def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
@@ -170,54 +154,81 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
 
 
 # ---- where the time went -------------------------------------------------------------------------
-def medians(steps: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
-    """{name: median of this quantity over the steps}; NaN without steps."""
-    return {name: median([step[name] for step in steps] or [NAN]) for name in names}
-
-
-def _ranks_in(report: Tables, step: int) -> int:
-    """How many ranks took this step: the ranks of an observed program may differ in their steps."""
-    return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
-
-
 @remembered
 def shares(report: Tables, step: int) -> dict[str, float]:
     """Where the time of one step went: seconds, mean over the ranks that took it.
 
     work           forward, backward, weight_grad spans
-    optimizer      optimizer spans on the rank's compute lane; for an offloaded optimizer see
-                   `host_seconds`
-    wait           the compute lane waited, for a collective or a copy
+    optimizer      optimizer spans on the rank's compute lane
+    host           the host's processor worked on an offloaded optimizer
+    wait           the compute lane waited
+    for copies     the part of wait for copies, which includes the host's work between copies
+    for calls      the part of wait for collectives. Both are NaN for an outline with copies: a box
+                   does not say what its rank waits for
     communication  at least one collective was in flight (bookkeeping left out)
     hidden         the part of communication in which the compute lane did work of any kind
+    copies         at least one copy between memory tiers was in flight
+    copies hidden  the part of it in which the compute lane did work of any kind, of this step or of
+                   another one: a copy may end in the next step
 
     In outline a box is an action, and the waiting inside it counts as wait.
     """
-    sums, ranks = defaultdict(float), _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
-    if in_outline(report):
-        spans = spans[spans["lane"] == "compute"]
-        seconds, boxes = spans["end"] - spans["start"], spans["kind"].isin(COMPUTE_KINDS)
-        sums["work"] = spans["cost"][boxes].sum()
-        sums["optimizer"] = seconds[spans["kind"] == "optimizer"].sum()
-        sums["wait"] = seconds[spans["kind"] == "wait"].sum()
-        sums["wait"] += (seconds - spans["cost"])[boxes].sum()
-        # The rows of an outline are sums and do not overlap; what was in flight is in its meta.
+    took = report.steps["rank"][report.steps["step"] == step]  # observed ranks may differ in steps
+    ranks, outline = max(took.nunique(), 1), in_outline(report)
+    sums = (_sums_in_outline if outline else _sums)(report, spans)
+    part = {name: float(sums[name]) / ranks for name in SHARES}
+    if outline:  # its rows are sums and do not overlap; what was in flight is in its meta
         moving = report.meta["in flight"]
-        comm = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | comm
+        part |= {name: moving[name] for name in ("communication", "copies", "copies hidden")}
+        part["hidden"] = moving["communication hidden"]
+    # Rounding may leave less than 0 for calls; a NaN stays one, as the first argument of max.
+    return part | {"for calls": max(part["wait"] - part["for copies"], 0.0)}
+
+
+def _sums(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
+    """The seconds of `shares`, summed over the ranks, of the spans of a step."""
+    sums: dict[str, float] = defaultdict(float)
+    host = spans[spans["lane"] == "host"]
+    sums["host"] = (host["end"] - host["start"]).sum()
     calls = report.collectives  # bookkeeping calls, of a loss or a clock, are not the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
-    spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
-    kinds = spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")
-    for intervals in _by_rank(spans, kinds):
+    own = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
+    for intervals in _by_rank(own, own["kind"].mask(own["kind"].isin(COMPUTE_KINDS), "work")):
         comm, waits = union(intervals.pop("comm", ())), intervals.pop("wait", ())
         sums["wait"] += length(waits)
         sums["optimizer"] += length(intervals["optimizer"])
         sums["work"] += length(union(intervals["work"]))
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, union(chain.from_iterable(intervals.values())))
-    return {name: float(sums[name]) / ranks for name in SHARES}
+    if len(report.copies):
+        every = set(report.spans["id"][report.spans["kind"] == "comm"].tolist())
+        waits = spans[spans["kind"] == "wait"]
+        waits = waits[[every.isdisjoint(after) for after in waits["after"]]]
+        sums["for copies"] = (waits["end"] - waits["start"]).sum()
+    lane, copying = report.spans["lane"], spans["lane"].isin(COPY_LANES)
+    if copying.any():
+        copies = report.spans.index.isin(spans.index[copying])
+        both = report.spans[copies | (lane.eq("compute") & report.spans["kind"].ne("wait"))]
+        for intervals in _by_rank(both, both["lane"].mask(both["lane"] != "compute", "copies")):
+            in_flight = union(intervals["copies"])
+            sums["copies"] += length(in_flight)
+            sums["copies hidden"] += overlap(in_flight, union(intervals["compute"]))
+    return sums
+
+
+def _sums_in_outline(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
+    """`_sums` of an outline; without what was in flight."""
+    lane = spans[spans["lane"] == "compute"]
+    seconds, boxes = lane["end"] - lane["start"], lane["kind"].isin(COMPUTE_KINDS)
+    sums: dict[str, float] = defaultdict(float)
+    sums["host"] = spans["cost"][spans["lane"] == "host"].sum()
+    sums["work"] = lane["cost"][boxes].sum()
+    sums["optimizer"] = seconds[lane["kind"] == "optimizer"].sum()
+    sums["wait"] = seconds[lane["kind"] == "wait"].sum() + (seconds - lane["cost"])[boxes].sum()
+    if len(report.copies):
+        sums["for copies"] = NAN
+    return sums
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
@@ -226,57 +237,11 @@ def typical_shares(report: Tables) -> dict[str, float]:
     communication and hidden are means.
     """
     parts = [shares(report, step) for step in measured_steps(report)]
-    typical = medians(parts, SHARES)
+    typical = {name: median([part[name] for part in parts] or [NAN]) for name in SHARES}
     if typical["communication"] == 0 < max(part["communication"] for part in parts):
         for name in ("wait", "communication", "hidden"):
             typical[name] = sum(part[name] for part in parts) / len(parts)
     return typical
-
-
-def exposed(report: Tables, step: int) -> dict[str, float]:
-    """The wait of ``shares`` in two parts: for "calls", and for "copies", which includes the host's
-    work between copies. NaN for an outline with copies: a box does not say what its rank waits for.
-    """
-    wait = shares(report, step)["wait"]
-    if not len(report.copies):
-        return {"calls": wait, "copies": 0.0}
-    if in_outline(report):
-        return {"calls": NAN, "copies": NAN}
-    spans = report.spans
-    calls = set(spans["id"][spans["kind"] == "comm"].tolist())
-    waits = spans[(spans["step"] == step) & (spans["kind"] == "wait")]
-    for_copies = waits[[calls.isdisjoint(after) for after in waits["after"]]]
-    copies = float((for_copies["end"] - for_copies["start"]).sum()) / _ranks_in(report, step)
-    return {"calls": max(0.0, wait - copies), "copies": copies}  # rounding may go below 0
-
-
-def host_seconds(report: Tables, step: int) -> float:
-    """Seconds that the host's processor worked on an offloaded optimizer, mean over the ranks."""
-    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "host")]
-    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
-    return float(seconds.sum()) / _ranks_in(report, step)
-
-
-def copy_shares(report: Tables, step: int) -> dict[str, float]:
-    """Copies between memory tiers in one step: seconds, mean over the ranks that took it.
-
-    copies   at least one copy was in flight
-    hidden   the part of it in which the rank's compute lane did work of any kind, of this step or
-             of another one: a copy may end in the next step
-    """
-    if in_outline(report):
-        moving = report.meta["in flight"]
-        return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
-    sums: dict[str, float] = defaultdict(float)
-    spans = report.spans
-    copying = spans["lane"].isin(COPY_LANES) & (spans["step"] == step)
-    working = (spans["lane"] == "compute") & (spans["kind"] != "wait")
-    spans = spans[copying | working]
-    for intervals in _by_rank(spans, spans["lane"].mask(copying, "copies")):
-        in_flight, worked = union(intervals["copies"]), union(intervals["compute"])
-        sums["copies"] += length(in_flight)
-        sums["hidden"] += overlap(in_flight, worked)
-    return {name: sums[name] / _ranks_in(report, step) for name in COPIED}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:

@@ -105,19 +105,14 @@ class Report(Tables):
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
         calls = calls[["axis", "ranks", "call"]].drop_duplicates()
-        counts = [
-            (self.world_size, "rank"),
-            (len(set(self.steps["step"])), "step"),
-            (len(calls), "collective"),
-            (messages, "message"),
-        ]
-        parts = [count_of(n, name) for n, name in counts]
+        parts = [count_of(self.world_size, "rank"), count_of(len(set(self.steps["step"])), "step")]
         if self.clock == DRY:
             parts[0] = f"rank {self.meta.get('rank')} of {parts[0]}"
         if facts.in_outline(self):  # its rows are sums of calls, so there is no count of calls
-            parts[2:] = [f"{len(facts.reported_ranks(self))} in outline"]
-        elif not messages or not len(calls):  # leave out one count of 0; of two, "0 messages"
-            parts.pop(3 if not messages else 2)
+            parts.append(f"{len(facts.reported_ranks(self))} in outline")
+        else:
+            counts = (len(calls), "collective"), (messages, "message")
+            parts += [count_of(n, name) for n, name in counts if n] or ["0 collectives"]
         if self.model is None:
             name = self.meta.get("function", "a function")
             return f"Report({self.clock}, {', '.join([f'{name} on {parts[0]}', *parts[2:]])})"

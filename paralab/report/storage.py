@@ -88,7 +88,7 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
     first = min(parts, key=lambda part: part["rank"])
     try:
         return merged(parts, **{name: first[name] for name in ("model", "plan", "meta")})
-    except ValueError as error:
+    except _MALFORMED as error:
         raise ValueError(f"{folder}: {error}") from None
 
 
@@ -121,7 +121,7 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
             data = gzip.decompress(data)
-        envelope = json.loads(data.decode(), parse_constant=_refuse_constant)
+        envelope = json.loads(data.decode())
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         why = f"damaged or not a report ({error})"
         raise ValueError(f"{path}: the file is {why}; {again}") from None
@@ -144,10 +144,6 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
         return build(body)
     except _MALFORMED as error:
         raise ValueError(f"{path}: the file is damaged ({error}); {again}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 # ---- the body -----------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from paralab.instruments.allocator import PEAKS
 from paralab.report import metrics
 from paralab.report.amounts import copied, peak, peak_memory, peaks, traffic
-from paralab.report.facts import in_outline, measured_steps, reported_ranks
-from paralab.report.tables import COPY_LANES, DRY, Tables
+from paralab.report.facts import reported_ranks
+from paralab.report.tables import DRY, Tables
 from paralab.spec.tiers import WAYS
 from paralab.theory import training
 
@@ -71,7 +70,7 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
     yield "communication in flight", comm * 1e3, "ms"
     yield "of it hidden behind compute", 100 * shares["hidden"] / comm if comm > 0 else 0.0, "%"
     yield "sent per rank and step", traffic(report)["bytes"].sum() / n / 1e6, "MB"
-    yield from _of_copies(report, n)
+    yield from _of_copies(report, shares, n)
     if len(table := report.allocator):
         # The ledger's peak, then the largest values of the GPUs' allocators in any rank's step.
         if (held := peak_memory(report)) is not None:
@@ -93,7 +92,7 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
         yield "left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps"
 
 
-def _of_copies(report: Tables, n: int) -> Iterable[Row]:
+def _of_copies(report: Tables, shares: Mapping[str, float], n: int) -> Iterable[Row]:
     unit = "MB" + " per rank" * (report.world_size > 1)
     sizes = copied(report, "link").set_index("link")["bytes"]
     for name, links in (
@@ -103,16 +102,11 @@ def _of_copies(report: Tables, n: int) -> Iterable[Row]:
     ):
         if size := sum(sizes.get(link, 0) for link in links):
             yield f"{name} per step", float(size) / n / 1e6, unit
-    steps, lanes = measured_steps(report), report.spans["lane"]
-    if lanes.eq("host").any():
-        busy = median(metrics.host_seconds(report, step) for step in steps)
-        yield "host's processor at work", busy * 1e3, "ms"
-    if in_outline(report) or lanes.isin(COPY_LANES).any():
-        by_step = [metrics.copy_shares(report, step) for step in steps]
-        shares = metrics.medians(by_step, metrics.COPIED)
-        if shares["copies"] > 0:
-            hidden = 100 * shares["hidden"] / shares["copies"]
-            yield "of the copies hidden behind compute", hidden, "%"
+    if report.spans["lane"].eq("host").any():
+        yield "host's processor at work", shares["host"] * 1e3, "ms"
+    if shares["copies"] > 0:
+        hidden = 100 * shares["copies hidden"] / shares["copies"]
+        yield "of the copies hidden behind compute", hidden, "%"
 
 
 def _of_a_dry_run(report: Tables) -> Iterable[Row]:

@@ -133,19 +133,15 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
 
 def _read(name: str, column: str, values: Any) -> Any:
     """The checked values of a column: a list, or the given NumPy array if it holds numbers."""
-    kind = COLUMNS[name][column]
+    kind, legal = COLUMNS[name][column], _CHOICES.get((name, column))
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
-    dtype = getattr(values, "dtype", None)
-    if dtype is not None and len(values.shape) == 1 and dtype.str[1:] in ("i8", "f8"):
-        if kind is int and dtype.kind == "i":
-            return values
-        if kind is float and dtype.kind == "f" and abs(values).max(initial=0.0) < math.inf:
-            return values
+    numbers = kind in (int, float) and getattr(values, "dtype", None) == _DTYPE[kind]
+    if numbers and values.ndim == 1 and (kind is int or abs(values).max(initial=0.0) < math.inf):
+        return values
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"table {name}: column {column} is not a list")
-    legal = _CHOICES.get((name, column))
     if _all_are(kind, values) and (legal is None or set(values) <= set(legal)):
         return list(values)
     converted = []
@@ -209,9 +205,9 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
     and no row ends before it starts.
     """
     for name, table in tables.items():
-        unknown = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
-        if unknown:
-            raise ValueError(f"table {name}: rank {unknown[0]} in a report of {world_size} ranks")
+        ranks = table["rank"].unique().tolist()
+        if unknown := [rank for rank in ranks if not 0 <= rank < world_size]:
+            raise ValueError(f"table {name}: rank {min(unknown)} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():
             raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
     spans = tables["spans"]

@@ -200,8 +200,7 @@ def _quantities(report: Tables) -> dict[str, float]:
     """
     steps, spans, calls = facts.measured_steps(report), report.spans, facts.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
-    waited = metrics.medians([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
-    copies = metrics.medians([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
+    shares = metrics.typical_shares(report)
     lane = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, lane).groupby([lane["step"], lane["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
@@ -220,10 +219,10 @@ def _quantities(report: Tables) -> dict[str, float]:
         "weight halves": spent("weight_grad"),
         "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
-        WAITED: copies["copies"],
-        EXPOSED_COPIES: waited["copies"],
-        "communication": metrics.typical_shares(report)["communication"],
-        "exposed communication": waited["calls"],
+        WAITED: shares["copies"],
+        EXPOSED_COPIES: shares["for copies"],
+        "communication": shares["communication"],
+        "exposed communication": shares["for calls"],
         "step time": metrics.step_time(report),
         "bubble": metrics.bubble(report),
     }

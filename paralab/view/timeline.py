@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.checks import choice, count_of, illegal
-from paralab.report import facts, metrics
+from paralab.report import facts
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
 from paralab.view.boxes import Section
@@ -109,15 +109,15 @@ def finding(section: Section) -> str:
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
     shares, hidden = section.shares, []
-    copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
-    if shares["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
+    copies = shares["copies"] if report.plan.tiers is not None else 0
+    if shares["communication"] > 0 and (report.world_size > 1 or not copies):
         share = shares["hidden"] / shares["communication"]
         hidden.append(f"{theme.share(share)} of communication")
-    if copied["copies"]:
-        hidden.append(f"{theme.share(copied['hidden'] / copied['copies'])} of copies")
+    if copies:
+        hidden.append(f"{theme.share(shares['copies hidden'] / copies)} of copies")
     if hidden:
-        verb = "are" if copied["copies"] else "is"
-        waiting = f", and ranks wait for {section.share('wait')}" * (not copied["copies"])
+        verb = "are" if copies else "is"
+        waiting = f", and ranks wait for {section.share('wait')}" * (not copies)
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
     return f"{name}: forward and backward take {section.share('work')}"
 
