@@ -183,13 +183,13 @@ class Gloo(Transport):
             work.get_future().add_done_callback(lambda _: ended())
         return works
 
-    def _arrival(self, way: Way, work: Any, ended: Callable[[], None]) -> Arrival:
+    def _arrival(self, way: Way, work: Any, ended: Callable[[], None]) -> torch.futures.Future:
         """The end of a message, which the thread of ``way`` waits for. See [Note: arrivals]."""
         if way not in self.arrivals:
             self.arrivals[way] = SimpleQueue()
             threading.Thread(target=_wait_in_turn, args=(self.arrivals[way],), daemon=True).start()
-        arrival = Arrival(ended)
-        self.arrivals[way].put((work, arrival))
+        arrival = torch.futures.Future()
+        self.arrivals[way].put((work, ended, arrival))
         return arrival
 
 
@@ -321,33 +321,16 @@ class Lent:
         return counts
 
 
-class Arrival:
-    """The end of one send or receive: the thread of its way reports it, the rank waits for it."""
-
-    __slots__ = ("ended", "error", "_lock")
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self.ended, self.error = ended, None
-        self._lock = threading.Lock()  # released at the end of the message
-        self._lock.acquire()
-
-    def wait(self) -> None:
-        """Wait for the end of the message. Raises what torch.distributed raised."""
-        with self._lock:
-            pass
-        if self.error is not None:
-            raise self.error
-
-
 def _wait_in_turn(queue: SimpleQueue) -> None:
     """The thread of a way: wait for each message and report its end."""
     while True:
-        work, arrival = queue.get()
+        work, ended, arrival = queue.get()
+        report, outcome = arrival.set_result, None
         try:
             work.wait()
         except Exception as error:  # raised again where the rank waits for the message
-            arrival.error = error
+            report, outcome = arrival.set_exception, error
         work = None  # frees the message's memory before the rank learns of its end
-        arrival.ended()
-        arrival._lock.release()
-        del arrival  # keep nothing alive while the queue is empty
+        ended()
+        report(outcome)
+        del ended, arrival, report, outcome  # keep nothing alive while the queue is empty
