@@ -50,10 +50,6 @@ class Notebook:
         thread, _, text = _SLOT.unpack_from(self._map, self._slot + rank * _SLOT.size)
         return thread, text.rstrip(b"\0").decode(errors="replace")
 
-    def text(self) -> str:
-        """The note that this rank wrote last."""
-        return self.read()[1]
-
     def snapshot(self) -> bytes:
         """All slots' bytes, which differ whenever a rank has given a sign of life."""
         return self._map[:]

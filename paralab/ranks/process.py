@@ -175,10 +175,9 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         task = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # the launcher has ended
         os._exit(1)
-    launcher, noted, error = _Launcher(rank, pipe, server), str, None
+    launcher, notes, error = _Launcher(rank, pipe, server), None, None
     try:
         notes = Notebook.open(Path(folder), rank)
-        noted = notes.text
         _set_up(rank, task, folder)
         launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
@@ -189,7 +188,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     if os.getpid() != launcher.pid:
         _end_of_a_fork(error)
     if error is not None:
-        launcher.send_failure(error, noted())
+        launcher.send_failure(error, noted=notes.read()[1] if notes else "")
     while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 

@@ -28,7 +28,7 @@ from typing import Any
 from paralab.checks import shortened
 from paralab.ranks.errors import RankError, RankTimeout, Stopped
 from paralab.ranks.failure import Failure, died, root_cause
-from paralab.ranks.hangs import Standing, hang_error, main_stack, rank_names, standing
+from paralab.ranks.hangs import Frame, Standing, hang_error, main_stack, rank_names, standing
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
@@ -234,17 +234,16 @@ class Run:
         return now - self.life
 
     def _hang_error(self) -> RankTimeout:
-        limit, dumps = self._limit(), self._stacks(STACK_SECONDS)
+        limit, stacks = self._limit(), self._stacks(STACK_SECONDS)
         standings = []
         for rank in self.ranks:
-            index, (thread, note) = rank.rank, self.notes.read(rank.rank)
+            index = rank.rank
             if rank.result is not None:
                 at = Standing(index, "has returned its result", finished=True)
-            elif not rank.up or index not in dumps:
+            elif not rank.up or index not in stacks:
                 at = Standing(index, "is starting: its function has not been called yet")
             else:
-                stack = main_stack(dumps[index], thread)
-                at = standing(index, len(self.ranks), note, stack)._replace(nccl=rank.nccl)
+                at = self._standing(index, stacks[index])._replace(nccl=rank.nccl)
             standings.append(at)
         return hang_error(standings, limit)
 
@@ -253,17 +252,17 @@ class Run:
         if not all(rank.up for rank in self.ranks):
             return "interrupted"
         ranks_at: dict[str, list[int]] = {}
-        for index, dump in self._stacks(BRIEF_STACK_SECONDS).items():
-            thread, note = self.notes.read(index)
-            stack = main_stack(dump, thread)
+        for index, stack in self._stacks(BRIEF_STACK_SECONDS).items():
             if any(frame.own for frame in stack):
-                text = standing(index, len(self.ranks), note, stack).text
-                ranks_at.setdefault(text, []).append(index)
+                ranks_at.setdefault(self._standing(index, stack).text, []).append(index)
         lines = (f"{rank_names(numbers)}: {text}" for text, numbers in ranks_at.items())
         return "; ".join(["interrupted", *lines])
 
-    def _stacks(self, seconds: float) -> dict[int, str]:
-        """{rank: text of its Python stacks}, as far as it is written in time: by faulthandler, even
+    def _standing(self, rank: int, stack: list[Frame]) -> Standing:
+        return standing(rank, len(self.ranks), self.notes.read(rank)[1], stack)
+
+    def _stacks(self, seconds: float) -> dict[int, list[Frame]]:
+        """{rank: its main thread's stack}, as far as it is written in time: by faulthandler, even
         of a process that is blocked in C, into a file that the rank opens when it starts.
         """
         files = {rank.rank: self.folder / f"stacks.{rank.rank}" for rank in self.ranks}
@@ -279,7 +278,7 @@ class Run:
             if now == texts and all(texts.values()):
                 break
             texts = now
-        return texts
+        return {r: main_stack(text, self.notes.read(r)[0]) for r, text in texts.items()}
 
     # ---- end ----------------------------------------------------------------------------------
     def end(self) -> None:
