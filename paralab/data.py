@@ -66,12 +66,6 @@ class Corpus:
     def num_bytes(self) -> int:
         return self.starts[-1]
 
-    @property
-    def fingerprint(self) -> str:
-        """Names and sizes, hashed: ranks on several machines must agree on it."""
-        names = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
-        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
-
     @cached_property
     def identity(self) -> str:
         """A hash of the whole text, independent of where its files are; reads all of them."""
