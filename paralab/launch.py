@@ -135,8 +135,7 @@ def _forget_server() -> None:
     _shared_server = _SharedServer()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_server)
+os.register_at_fork(after_in_child=_forget_server)
 
 
 def launch_program(

@@ -81,14 +81,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 def start_method() -> str:
     """The value of PARALAB_START; by default "fork" on Linux, "spawn" on other Unix systems.
 
-    Raises ``ValueError`` for another value, and ``RuntimeError`` on Windows, which has neither the
-    signals nor the inherited file descriptors that a launch needs.
+    Raises ``ValueError`` for another value.
     """
-    if os.name != "posix":
-        raise RuntimeError(
-            f"ranks cannot be started on {sys.platform}: paralab needs the processes and signals "
-            "of a Unix system; on Windows run Jupyter inside WSL 2, where everything works"
-        )
     usual = "fork" if sys.platform == "linux" else "spawn"
     return choice(START, os.environ.get(START) or usual, ("fork", "spawn"))
 
