@@ -313,11 +313,7 @@ class Lent:
         counts = []
         for tensor in self.tensors:
             storage = tensor.untyped_storage()
-            counts += [
-                tensor._use_count(),
-                sys.getrefcount(tensor),
-                self._holders(storage._cdata),
-            ]
+            counts += [tensor._use_count(), sys.getrefcount(tensor), self._holders(storage._cdata)]
         return counts
 
 

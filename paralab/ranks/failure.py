@@ -92,7 +92,7 @@ def describe(
         size = _ALLOCATION.search(" ".join(message.splitlines()))
         what = "ran out of memory" + (f": it asked for {_readable(size[1])}" if size else "")
         kind = "memory"
-    elif any(_is_from_a_peer(e) for e in _chain(error)):
+    elif _is_from_a_peer(error):
         kind = "communication"
     return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table), status)
 
@@ -120,21 +120,17 @@ def _readable(text: str) -> str:
     return f"{size:.1f} {units[0]}"
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """The error and the errors that caused it, last raised first."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
+def _is_from_a_peer(error: BaseException | None) -> bool:
+    """Whether a rank that was lost caused this error, or an error that led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
+            return True
+        if isinstance(error, (RuntimeError, ConnectionError)) and _FROM_A_PEER.search(str(error)):
+            return True
+        seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return chain
-
-
-def _is_from_a_peer(error: BaseException) -> bool:
-    if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
-        return True
-    return isinstance(error, (RuntimeError, ConnectionError)) and bool(
-        _FROM_A_PEER.search(str(error))
-    )
+    return False
 
 
 # ---- in the launching process -------------------------------------------------------------------
