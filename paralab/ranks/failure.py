@@ -7,8 +7,10 @@ recognized by name, so that the launching process can import this file without t
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 import traceback
 from collections.abc import Collection
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START
 
+_HERE = os.path.dirname(__file__) + os.sep
 _FROM_A_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out|remote process",
     re.IGNORECASE,
@@ -57,24 +60,19 @@ class Failure(NamedTuple):
 # ---- in the rank --------------------------------------------------------------------------------
 
 
-def describe(
-    error: BaseException, rank: int, time: float, *, noted: str = "", hide: str = ""
-) -> Failure:
-    """``error`` as plain values.
-
-    noted  the call in which the rank was blocked, as it noted it
-    hide   the file whose frames are left out of the traceback
-    """
+def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
+    """``error`` as plain values. noted: the call in which the rank was blocked, as it noted it"""
+    now = time.monotonic()
     if isinstance(error, Refused):
-        return Failure(rank, time, "refused", str(error))
+        return Failure(rank, now, "refused", str(error))
     if isinstance(error, RankError):  # raised by paralab about the user's function
-        return Failure(rank, time, "error", shortened(f"failed: {error}"))
+        return Failure(rank, now, "error", shortened(f"failed: {error}"))
     try:
         message = str(error).strip()
     except Exception:
         message = "<its message cannot be shown>"
     line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
-    text = _traceback(error, hide)
+    text = _traceback(error)
     if noted:
         text += f"(this rank was in {noted})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
@@ -94,14 +92,14 @@ def describe(
         kind = "memory"
     elif _is_from_a_peer(error):
         kind = "communication"
-    return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table), status)
+    return Failure(rank, now, kind, shortened(what), shortened(text), shortened(table), status)
 
 
-def _traceback(error: BaseException, hide: str) -> str:
+def _traceback(error: BaseException) -> str:
     """The traceback from the user's outermost frame on, or all of it if no frame is the user's."""
     frames = error.__traceback__
     while frames is not None and (
-        frames.tb_frame.f_code.co_filename == hide
+        frames.tb_frame.f_code.co_filename.startswith(_HERE)
         or "__tracebackhide__" in frames.tb_frame.f_code.co_varnames
     ):
         frames = frames.tb_next

@@ -188,7 +188,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     if os.getpid() != launcher.pid:
         _end_of_a_fork(error)
     if error is not None:
-        launcher.send_failure(error, noted=notes.read()[1] if notes else "")
+        launcher.send_failure(error, notes.read()[1] if notes else "")
     while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 
@@ -323,11 +323,10 @@ class _Launcher:
         self.send("result", payload=payload)
 
     def send_failure(self, error: BaseException, noted: str) -> None:
-        happened = time.monotonic()
         try:
-            failure = describe(error, self.rank, happened, noted=noted, hide=__file__)
+            failure = describe(error, self.rank, noted)
         except MemoryError:
-            failure = Failure(self.rank, happened, "memory", "ran out of memory")
+            failure = Failure(self.rank, time.monotonic(), "memory", "ran out of memory")
         _flush()
         self.send("failure", *failure)
 
