@@ -87,13 +87,13 @@ def test_without_progress_a_rank_under_torchrun_says_where_it_is_and_ends(monkey
 def test_what_it_notes_names_who_waits_for_whom(tmp_path):
     pages = Notebook.create(tmp_path, 3)
     for rank in (0, 1):
-        mine = Notebook.open(tmp_path, rank)
+        mine = Notebook(tmp_path, rank)
         lookout = watching(lambda: 0, note=mine.write, alive=mine.alive)
         lookout.posted("all_reduce #17 on axis dp, ranks 0,1,2, step 3", Event())
         before = pages.snapshot()
         lookout.look()
         assert pages.snapshot() != before
-    found = [standing(rank, 3, pages.read(rank)[1], []) for rank in range(3)]
+    found = [standing(rank, 3, pages.read(rank), []) for rank in range(3)]
     assert sentence(found).startswith("ranks 0, 1 wait in all_reduce #17 for rank 2")
     before, said = pages.snapshot(), pages.read(1)
     mine.alive()  # changes the page and not what it says

@@ -177,7 +177,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         os._exit(1)
     launcher, notes, error = _Launcher(rank, pipe, server), None, None
     try:
-        notes = Notebook.open(Path(folder), rank)
+        notes = Notebook(Path(folder), rank)
         _set_up(rank, task, folder)
         launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
@@ -188,7 +188,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     if os.getpid() != launcher.pid:
         _end_of_a_fork(error)
     if error is not None:
-        launcher.send_failure(error, notes.read()[1] if notes else "")
+        launcher.send_failure(error, notes.read() if notes else "")
     while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 

@@ -259,7 +259,7 @@ class Run:
         return "; ".join(["interrupted", *lines])
 
     def _standing(self, rank: int, stack: list[Frame]) -> Standing:
-        return standing(rank, len(self.ranks), self.notes.read(rank)[1], stack)
+        return standing(rank, len(self.ranks), self.notes.read(rank), stack)
 
     def _stacks(self, seconds: float) -> dict[int, list[Frame]]:
         """{rank: its main thread's stack}, as far as it is written in time: by faulthandler, even
@@ -278,7 +278,7 @@ class Run:
             if now == texts and all(texts.values()):
                 break
             texts = now
-        return {r: main_stack(text, self.notes.read(r)[0]) for r, text in texts.items()}
+        return {r: main_stack(text) for r, text in texts.items()}
 
     # ---- end ----------------------------------------------------------------------------------
     def end(self) -> None:
