@@ -277,7 +277,7 @@ def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
 
     def receive_nccl_too(run, rank) -> None:
         receive(run, rank)
-        with mock.patch.object(rank, "control", SimpleNamespace(recv=lambda: ("nccl",))):
+        with mock.patch.object(rank, "control", SimpleNamespace(recv=lambda: ("up", True))):
             receive(run, rank)
 
     monkeypatch.setattr(watch.Run, "_receive", receive_nccl_too)

@@ -179,7 +179,6 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     try:
         notes = Notebook(Path(folder), rank)
         _set_up(rank, task, folder)
-        launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
         if os.getpid() == launcher.pid:
             launcher.send_result(result)
@@ -244,8 +243,7 @@ def _work(
         chosen = take_device(task["device"], rank, rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
-    if chosen.backend == "nccl":
-        launcher.send("nccl")
+    launcher.send("up", chosen.backend == "nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("init_process_group")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import shutil
@@ -52,7 +53,7 @@ class _Rank:
     outputs: dict[int, RankOutput]  # by pipe
     pid: int = 0
     nccl: bool = False  # it communicates over NCCL
-    up: bool = False  # it has sent a message, so its imports are done
+    up: bool = False  # it has sent a message, so its imports are done and its device is chosen
     gone: bool = False  # its pipe is closed: it has died, and the server will tell how
     result: bytes | None = None
 
@@ -74,9 +75,8 @@ class Run:
         self.handlers: dict[Any, Callable[[], object]] = {}  # {pipe or connection: its handler}
         self.to_close = contextlib.ExitStack()
         self.failures: dict[int, Failure] = {}  # by rank
-        self.grace_ends = 0.0
-        # When a rank last gave a sign of life, and when the notes were last read.
-        self.life = self.looked = time.monotonic()
+        self.grace_ends = math.inf
+        self.life = time.monotonic()  # when a rank last gave a sign of life
 
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool) -> None:
@@ -112,7 +112,7 @@ class Run:
             rank.pid = pid
             with contextlib.suppress(OSError):  # the rank has died, which the server reports
                 rank.control.send_bytes(task)
-        self.life = self.looked = time.monotonic()
+        self.life = time.monotonic()
 
     def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, ...]:
         """Make a rank's pipes. Returns the rank's ends: for messages, output and errors."""
@@ -193,8 +193,10 @@ class Run:
             del self.handlers[rank.control]
             rank.gone = True
             return
-        rank.up, rank.nccl = True, rank.nccl or kind == "nccl"
-        if kind == "failure":
+        rank.up = True
+        if kind == "up":
+            [rank.nccl] = fields
+        elif kind == "failure":
             self._failed(Failure(*fields))
         elif kind == "progress" and self.on_progress is not None:
             self.on_progress(rank.rank, *fields)
@@ -210,11 +212,8 @@ class Run:
                 self._failed(Failure(rank.rank, time.monotonic(), "died", what))
 
     def _failed(self, failure: Failure) -> None:
-        now, is_cause = time.monotonic(), failure.kind != "communication"
-        if not self.failures:
-            self.grace_ends = now + GRACE_SECONDS
-        if is_cause:
-            self.grace_ends = min(self.grace_ends, now + BRIEF_SECONDS)
+        grace = GRACE_SECONDS if failure.kind == "communication" else BRIEF_SECONDS
+        self.grace_ends = min(self.grace_ends, time.monotonic() + grace)
         self.failures[failure.rank] = failure
 
     # ---- no sign of life ----------------------------------------------------------------------
@@ -225,12 +224,9 @@ class Run:
 
     def _silence(self) -> float:
         """Seconds since a rank last gave a sign of life."""
-        now = time.monotonic()
-        if now - self.looked >= min(1.0, self.timeout / 4):
-            self.looked = now
-            snapshot = self.notes.snapshot()
-            if snapshot != self.snapshot:  # calls end and others begin: slow, but alive
-                self.snapshot, self.life = snapshot, now
+        now, snapshot = time.monotonic(), self.notes.snapshot()
+        if snapshot != self.snapshot:  # calls end and others begin: slow, but alive
+            self.snapshot, self.life = snapshot, now
         return now - self.life
 
     def _hang_error(self) -> RankTimeout:
