@@ -124,7 +124,7 @@ class Group:
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Sum ``tensor`` over the group, in place."""
-        return self._call("all_reduce", [tensor], phase, reads=[tensor])
+        return self._call("all_reduce", [tensor], phase)
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """Concatenate the members' ``part`` into ``output``, of shape (n * part.numel(),)."""
@@ -142,12 +142,11 @@ class Group:
 
     def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Copy global rank ``root``'s tensor to every member, on gloo down a binomial tree."""
-        fills = [] if self.context.rank == root else [tensor]
-        return self._call("broadcast", [tensor], phase, fills=fills, root=root)
+        return self._call("broadcast", [tensor], phase, root=root)
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Sum into global rank ``root``'s tensor; the other members' tensors stay as they are."""
-        return self._call("reduce", [tensor], phase, reads=[tensor], root=root)
+        return self._call("reduce", [tensor], phase, root=root)
 
     def barrier(self, *, phase: str = "control") -> None:
         """Wait until all members have called it; with NCCL the host waits as well as the device."""
@@ -156,18 +155,9 @@ class Group:
             torch.cuda.current_stream().synchronize()
 
     def _call(
-        self,
-        op: str,
-        tensors: list[Tensor],
-        phase: str | None,
-        *,
-        fills: Sequence[Tensor] | None = None,
-        reads: Sequence[Tensor] = (),
-        root: int | None = None,
+        self, op: str, tensors: list[Tensor], phase: str | None, root: int | None = None
     ) -> Pending:
-        """Post a collective. Its payload is the largest tensor. By default it fills the first one;
-        `transports.Call` has the arguments.
-        """
+        """Post a collective. It fills the first tensor, and its payload is the largest one."""
         instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:
@@ -176,14 +166,8 @@ class Group:
         payload = max(tensors, key=Tensor.numel)
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload, root)
-        call = Call(
-            op=op,
-            words=self._words(op),
-            tensors=tensors,
-            fills=tensors[:1] if fills is None else fills,
-            reads=reads,
-            root=() if root is None else (root,),
-        )
+        fills = [] if op == "broadcast" and root == self.context.rank else tensors[:1]
+        call = Call(op, self._words(op), tensors, fills, root=() if root is None else (root,))
         return self._post(call, [(op, payload.nbytes, -1 if root is None else root)], phase)
 
     # ---- point to point -------------------------------------------------------------------------

@@ -53,6 +53,7 @@ FUNCTIONS: dict[str, Callable] = {
     "broadcast": dist.broadcast,
     "reduce": dist.reduce,
 }
+IN_PLACE = ("all_reduce", "reduce")  # operations whose one tensor is read and written
 Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
 PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tensors lent to it
 
@@ -64,8 +65,7 @@ class Call(NamedTuple):
     words    the call in a message: "send #3 to rank 1 on axis pp, ranks 0,1, step 2"
     tensors  of a collective its result, then its input if that is another tensor; of an exchange
              the tensor of each way
-    fills    those of ``tensors`` that the call writes
-    reads    those of ``fills`` that the call reads before it writes them
+    fills    those of ``tensors`` that the call writes; `IN_PLACE` reads them first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange: direction and peer of each message; else ()
     finish   what is left to do on this rank after the wait, or None
@@ -75,7 +75,6 @@ class Call(NamedTuple):
     words: str
     tensors: list[Tensor]
     fills: Sequence[Tensor] = ()
-    reads: Sequence[Tensor] = ()
     root: tuple[int, ...] = ()
     ways: Sequence[Way] = ()
     finish: Callable[[], None] | None = None
@@ -146,7 +145,7 @@ class Gloo(Transport):
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
-                return call._replace(fills=(), reads=(), root=(), ways=[("send", root)])
+                return call._replace(op="send", fills=(), root=(), ways=[("send", root)])
             others = [rank for rank in self.ranks if rank != root]
             with self.recorder.making("buffers"):
                 parts = [torch.empty_like(tensor) for _ in others]
@@ -158,7 +157,7 @@ class Gloo(Transport):
 
             ways = [("recv", rank) for rank in others]
             changes = {"tensors": parts, "fills": parts, "finish": add_parts, "ways": ways}
-            return call._replace(reads=(), root=(), **changes)
+            return call._replace(op="exchange", root=(), **changes)
         return call
 
     def lend(self, call: Call) -> tuple[Call, list[Any]]:
@@ -209,7 +208,7 @@ class Staged(Gloo):
     def lend(self, call: Call) -> tuple[Call, list[Any]]:
         """Host buffers in place of the tensors. Only those that the call reads are copied there."""
         buffers = {id(t): self._take(t) for t in call.tensors}
-        unread = {id(t) for t in call.fills} - {id(t) for t in call.reads}
+        unread = {id(t) for t in call.fills if call.op not in IN_PLACE}
         self._copy("d2h", [(buffers[id(t)], t) for t in call.tensors if id(t) not in unread])
 
         def copy_back() -> None:
