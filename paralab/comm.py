@@ -157,7 +157,9 @@ class Group:
     def _call(
         self, op: str, tensors: list[Tensor], phase: str | None, root: int | None = None
     ) -> Pending:
-        """Post a collective. It fills the first tensor, and its payload is the largest one."""
+        """Post a collective. It fills the first tensor, except on the root of a broadcast; its
+        payload is the largest one.
+        """
         instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:

@@ -89,24 +89,22 @@ class Run:
         self._check_stop()
         with self._server_must_live():  # before there is a folder to remove
             self.server.get_ready(self._check_stop, to_train=trains)
-        folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix="paralab-"))
-            self.to_close.callback(shutil.rmtree, folder, ignore_errors=True)
-            (folder / "payload").write_bytes(payload)
-            self.notes = Notebook.create(folder, count)
+            self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
+            self.to_close.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            (self.folder / "payload").write_bytes(payload)
+            self.notes = Notebook.create(self.folder, count)
         except OSError as error:
-            where = folder.parent if folder else tempfile.tempdir or "TMPDIR, /tmp"
             why = (
                 f"{error.strerror}: a launch keeps {len(payload)} bytes for its ranks in the "
                 "folder for temporary files; make room there, or set TMPDIR to another folder"
             )
-            raise OSError(error.errno, why, str(where)) from None
-        self.folder, self.snapshot = folder, self.notes.snapshot()
+            raise OSError(error.errno, why, tempfile.tempdir or "TMPDIR, /tmp") from None
+        self.snapshot = self.notes.snapshot()
         with contextlib.ExitStack() as theirs:
             ends = [self._open(rank, theirs, live=live) for rank in range(count)]
             with self._server_must_live():
-                pids = self.server.fork(folder, ends)
+                pids = self.server.fork(self.folder, ends)
         self.handlers[self.server.connection] = self._note_deaths
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
