@@ -76,7 +76,6 @@ class Run:
         self.to_close = contextlib.ExitStack()
         self.failures: dict[int, Failure] = {}  # by rank
         self.grace_ends = math.inf
-        self.life = time.monotonic()  # when a rank last gave a sign of life
 
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool) -> None:
@@ -110,7 +109,7 @@ class Run:
             rank.pid = pid
             with contextlib.suppress(OSError):  # the rank has died, which the server reports
                 rank.control.send_bytes(task)
-        self.life = time.monotonic()
+        self.life = time.monotonic()  # when a rank last gave a sign of life
 
     def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, ...]:
         """Make a rank's pipes. Returns the rank's ends: for messages, output and errors."""
