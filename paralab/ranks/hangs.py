@@ -47,9 +47,9 @@ class Frame(NamedTuple):
         """Whether the line is of the user's code: not of paralab, a library or Python itself, and
         not of the command that started the process.
         """
+        if self.file == "<string>":  # a command, or a method that dataclass has made
+            return self.function not in ("<module>", "__init__")
         installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
-        made = self.function in ("<module>", "__init__")  # of a command, of a dataclass
-        installed = installed or (self.file == "<string>" and made)
         return not installed and not self.file.startswith((_PACKAGE, "<frozen", *_STDLIB))
 
 
