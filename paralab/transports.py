@@ -106,9 +106,8 @@ class Transport:
             return []
         if not call.ways:
             return [FUNCTIONS[call.op](*tensors, *call.root, group=group, async_op=True)]
-        functions = {"send": dist.isend, "recv": dist.irecv}
         ops = [
-            dist.P2POp(functions[side], tensor, peer, group=group)
+            dist.P2POp(dist.isend if side == "send" else dist.irecv, tensor, peer, group=group)
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)

@@ -175,9 +175,8 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         task = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # the launcher has ended
         os._exit(1)
-    launcher, notes, error = _Launcher(rank, pipe, server), None, None
+    launcher, notes, error = _Launcher(rank, pipe, server), Notebook(Path(folder), rank), None
     try:
-        notes = Notebook(Path(folder), rank)
         _set_up(rank, task, folder)
         result = _work(rank, task, folder, launcher, notes)
         if os.getpid() == launcher.pid:
@@ -187,7 +186,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     if os.getpid() != launcher.pid:
         _end_of_a_fork(error)
     if error is not None:
-        launcher.send_failure(error, notes.read() if notes else "")
+        launcher.send_failure(error, notes.read())
     while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 
