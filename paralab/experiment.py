@@ -208,7 +208,7 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-                given = model, plan, _of_ranks(settings, resume, folder)
+                given = model, plan, settings, resume, folder
                 how = {"optimizers": False, "on_progress": bar.move, **limits}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
@@ -251,7 +251,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, _of_ranks(settings, resume, folder_of_rank))
+        part = _program(context, model, plan, settings, resume, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -267,20 +267,19 @@ def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **trains: Any) -> fl
     return ROW_BYTES * steps * sum(map(len, codes)) * plan.world_size / plan.pp
 
 
-def _of_ranks(
-    settings: dict[str, Any], resume: str | os.PathLike[str] | None, folder: str | None
-) -> dict[str, Any]:
-    """The settings of `train`. ``resume``: as the caller gave it."""
-    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
-    return {**settings, "offload_folder": folder, "newest": newest}
-
-
 def _program(
-    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]
+    context: Any,
+    model: ModelSpec,
+    plan: Plan,
+    settings: dict[str, Any],
+    resume: str | os.PathLike[str] | None,
+    folder: str | None,
 ) -> dict[str, Any]:
+    """Runs in a rank. resume: as the caller gave it; folder: for the files of offloaded states"""
     from paralab.interpret.train import train
 
-    return train(context, model, plan, **settings)
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
+    return train(context, model, plan, offload_folder=folder, newest=newest, **settings)
 
 
 def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:
