@@ -181,12 +181,12 @@ class Gloo(Transport):
             work.get_future().add_done_callback(lambda _: ended())
         return works
 
-    def _arrival(self, way: Way, work: Any, ended: Callable[[], None]) -> torch.futures.Future:
+    def _arrival(self, way: Way, work: Any, ended: Callable[[], None]) -> Arrival:
         """The end of a message, which the thread of ``way`` waits for. See [Note: arrivals]."""
         if way not in self.arrivals:
             self.arrivals[way] = SimpleQueue()
             threading.Thread(target=_wait_in_turn, args=(self.arrivals[way],), daemon=True).start()
-        arrival = torch.futures.Future()
+        arrival = Arrival()
         self.arrivals[way].put((work, ended, arrival))
         return arrival
 
@@ -315,16 +315,28 @@ class Lent:
         return counts
 
 
+class Arrival(SimpleQueue):
+    """The end of one send or receive: the thread of its way puts None here, or the error. Unlike a
+    wait of torch's, this one lets the handlers of signals run, so that Ctrl-C ends it.
+    """
+
+    def wait(self) -> None:
+        """Wait for the end of the message. Raises what torch.distributed raised."""
+        error = self.get()
+        if error is not None:
+            raise error
+
+
 def _wait_in_turn(queue: SimpleQueue) -> None:
     """The thread of a way: wait for each message and report its end."""
     while True:
         work, ended, arrival = queue.get()
-        report, outcome = arrival.set_result, None
+        outcome = None
         try:
             work.wait()
         except Exception as error:  # raised again where the rank waits for the message
-            report, outcome = arrival.set_exception, error
+            outcome = error
         work = None  # frees the message's memory before the rank learns of its end
         ended()
-        report(outcome)
-        del ended, arrival, report, outcome  # keep nothing alive while the queue is empty
+        arrival.put(outcome)
+        del ended, arrival, outcome  # keep nothing alive while the queue is empty
