@@ -208,7 +208,7 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-                given = model, plan, settings, resume, folder
+                given = model, plan, settings, resume and os.fspath(resume), folder
                 how = {"optimizers": False, "on_progress": bar.move, **limits}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
