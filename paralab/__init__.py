@@ -18,8 +18,15 @@ Importing this package is quick, because it does not import torch. The ranks do,
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from typing import TYPE_CHECKING, Any
+
+if os.name != "posix":
+    raise ImportError(
+        f"paralab needs the processes, signals and file locks of a Unix system, not {os.name!r}; "
+        "on Windows run Jupyter inside WSL 2, where everything works"
+    )
 
 from paralab import theory
 from paralab.default_device import set_default_device

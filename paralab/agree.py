@@ -26,8 +26,8 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
         return
     plan, pp = program.plan, program.plan.place(context.rank).pp
     code = repr(program.codes[pp]) if plan.passes else ""  # without passes it follows from ``what``
-    facts = [zlib.crc32(what.encode()), int(corpus.fingerprint, 16) % 2**31]
-    facts.append(zlib.crc32(code.encode()))
+    files = [(f.name, size) for f, size in zip(corpus.files, corpus.sizes, strict=True)]
+    facts = [zlib.crc32(repr(fact).encode()) for fact in (what, files, code)]
     mine = torch.tensor(facts, dtype=torch.int64, device=context.device)
     everyone = mine.new_empty(len(facts) * group.size)
     group.all_gather(everyone, mine, phase="setup").wait()

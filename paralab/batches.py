@@ -11,14 +11,7 @@ from paralab.spec import ModelSpec, Plan
 
 
 def load_batches(
-    corpus: Corpus,
-    model: ModelSpec,
-    plan: Plan,
-    *,
-    step: int,
-    rank: int,
-    seed: int,
-    pinned: bool = False,
+    corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int, pinned: bool
 ) -> list[Tensor]:
     """The micro-batches of one step for data-parallel rank ``rank``, each (b, s + 1). [Note: same
     batches] in data.py says which samples they hold.

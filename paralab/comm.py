@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from paralab.checks import choice, illegal, instance
 from paralab.instruments.recorder import Recorder
+from paralab.ranks.hangs import rank_names
 from paralab.strict import Strict
-from paralab.theory.traffic import Row, row
-from paralab.transports import Call, Gloo, Label, Nccl, Posted, Staged, Transport, Ways
+from paralab.theory.traffic import row
+from paralab.transports import Call, Gloo, Nccl, Posted, Staged, Transport, Way
 
 
 class Group:
@@ -55,9 +57,11 @@ class Group:
         settings = {"axis": axis, "context": context, "recorder": recorder}
         self.transport = (transport or Gloo)(self.ranks, group=self.process_group, **settings)
         self._calls = 0
-        self._unwaited: dict[int, Label] = {}  # {number of a call not waited for: its label}
+        self._unwaited: dict[int, str] = {}  # {number of a call not waited for: the call in words}
         self._subgroups: dict[tuple, Group | None] = {}
-        self._ledger_rows: dict[tuple, Row] = {}  # cache: calls that are alike have equal rows
+        place = {"axis": axis, "ranks": self.ranks, "rank": context.rank}
+        made = partial(row, **place, node_of=context.nodes.__getitem__)
+        self._row = cache(made)  # calls that are alike have equal rows
         self._strict = Strict(context, axis=axis) if context.strict else None
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
@@ -120,7 +124,7 @@ class Group:
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Sum ``tensor`` over the group, in place."""
-        return self._call("all_reduce", [tensor], phase, reads=[tensor])
+        return self._call("all_reduce", [tensor], phase)
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """Concatenate the members' ``part`` into ``output``, of shape (n * part.numel(),)."""
@@ -138,12 +142,11 @@ class Group:
 
     def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Copy global rank ``root``'s tensor to every member, on gloo down a binomial tree."""
-        fills = [] if self.context.rank == root else [tensor]
-        return self._call("broadcast", [tensor], phase, fills=fills, root=root)
+        return self._call("broadcast", [tensor], phase, root=root)
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Sum into global rank ``root``'s tensor; the other members' tensors stay as they are."""
-        return self._call("reduce", [tensor], phase, reads=[tensor], root=root)
+        return self._call("reduce", [tensor], phase, root=root)
 
     def barrier(self, *, phase: str = "control") -> None:
         """Wait until all members have called it; with NCCL the host waits as well as the device."""
@@ -152,17 +155,10 @@ class Group:
             torch.cuda.current_stream().synchronize()
 
     def _call(
-        self,
-        op: str,
-        tensors: list[Tensor],
-        phase: str | None,
-        *,
-        fills: Sequence[Tensor] | None = None,
-        reads: Sequence[Tensor] = (),
-        root: int | None = None,
+        self, op: str, tensors: list[Tensor], phase: str | None, root: int | None = None
     ) -> Pending:
-        """Post a collective. Its payload is the largest tensor. By default it fills the first one;
-        `transports.Call` has the arguments.
+        """Post a collective. It fills the first tensor, except on the root of a broadcast; its
+        payload is the largest one.
         """
         instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
@@ -172,14 +168,8 @@ class Group:
         payload = max(tensors, key=Tensor.numel)
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload, root)
-        call = Call(
-            op=op,
-            tensors=tensors,
-            fills=tensors[:1] if fills is None else fills,
-            reads=reads,
-            root=() if root is None else (root,),
-            number=self._calls,
-        )
+        fills = [] if op == "broadcast" and root == self.context.rank else tensors[:1]
+        call = Call(op, self._words(op), tensors, fills, root=() if root is None else (root,))
         return self._post(call, [(op, payload.nbytes, -1 if root is None else root)], phase)
 
     # ---- point to point -------------------------------------------------------------------------
@@ -204,14 +194,15 @@ class Group:
         parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]
         op = ways[0][0] if len(ways) == 1 else "exchange"
+        words = self._words(op, ways)
         if self._strict is not None:
             with self.recorder.span("wait"):  # for the receive, as a send on NCCL may wait
-                self.blocked_in(op, self._calls, ways)
+                self.context.note(words)
                 self._strict.rendezvous(self.ranks, parts)
-                self.blocked_in()
+                self.context.note("")
         tensors = [tensor for _, tensor, _ in parts]
         fills = [tensor for side, tensor, _ in parts if side == "recv"]
-        call = Call(op, tensors, fills, ways=ways, number=self._calls)
+        call = Call(op, words, tensors, fills, ways=ways)
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
         return self._post(call, rows, phase)
 
@@ -235,19 +226,21 @@ class Group:
     # ---- the record of the calls ----------------------------------------------------------------
     def _post(self, call: Call, rows: list[tuple[str, int, int]], phase: str | None) -> Pending:
         """Post a call and record it; rows: (operation, payload bytes, peer or root or -1)."""
-        posted, number, phase = self.transport.post(call), self._calls, phase or self.phase
-        shared = {"phase": phase, "node_of": self.context.nodes.__getitem__}
-        for key in rows:
-            name, payload, peer = key
-            ledger_row = self._ledger_rows.get((key, phase))
-            if ledger_row is None:
-                group = self.axis, self.ranks, self.context.rank
-                ledger_row = row(name, *group, peer=peer, payload=payload, **shared)
-                self._ledger_rows[key, phase] = ledger_row
-            self.recorder.call((number, *ledger_row, posted.span))
+        posted, number = self.transport.post(call), self._calls
+        for op, payload, peer in rows:
+            facts = self._row(op, peer=peer, payload=payload, phase=phase or self.phase)
+            self.recorder.call((number, *facts, posted.span))
         self._calls += 1
-        self._unwaited[number] = label = (call.op, number, call.ways)
-        return Pending(self, posted, label)
+        self._unwaited[number] = call.words
+        return Pending(self, number, posted)
+
+    def _words(self, op: str, ways: Sequence[Way] = ()) -> str:
+        """The next call in words: "send #3 to rank 1 on axis pp, ranks 0,1, step 2"."""
+        sides, peers = {side for side, _ in ways}, sorted({peer for _, peer in ways})
+        preposition = {("send",): "to", ("recv",): "from"}.get(tuple(sides), "with")
+        ends = f" {preposition} {rank_names(peers)}" if ways else ""
+        where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
+        return f"{op} #{self._calls}{ends} on {where}, step {self.recorder.step}"
 
     def end(self) -> list[str]:
         """Check a group after its last call. Returns a description of each call of it and of its
@@ -256,13 +249,8 @@ class Group:
         """
         if self._strict is not None:
             self._strict.end(self.ranks)
-        own = [self.transport.describe(*label) for label in self._unwaited.values()]
         subgroups = filter(None, self._subgroups.values())
-        return [*own, *(description for group in subgroups for description in group.end())]
-
-    def blocked_in(self, op: str = "", number: int = 0, ways: Ways = ()) -> None:
-        """Tell the watchdog which call this rank waits for; without arguments, that it computes."""
-        self.context.note(self.transport.describe(op, number, ways) if op else "")
+        return [*self._unwaited.values(), *(words for group in subgroups for words in group.end())]
 
 
 def _check_tensors(op: str, tensors: Sequence[Tensor], n: int) -> None:
@@ -299,25 +287,24 @@ def everyone(context: Any, *, axis: str = "world") -> Group:
 class Pending:
     """A call in flight. After ``wait()`` its result may be read; waiting twice is harmless."""
 
-    __slots__ = ("_group", "_posted", "_label", "_done")
+    __slots__ = ("_group", "_number", "_posted")
 
-    def __init__(self, group: Group, posted: Posted, label: Label) -> None:
-        self._group, self._posted, self._label, self._done = group, posted, label, False
+    def __init__(self, group: Group, number: int, posted: Posted) -> None:
+        self._group, self._number, self._posted = group, number, posted
 
     def wait(self) -> None:
         """Hold the rank (with NCCL: its compute stream) until the call is over. Raises what the
         transport raised.
         """
-        if self._done:
-            return
         group, posted = self._group, self._posted
+        if self._number not in group._unwaited:
+            return
         with group.recorder.span("wait", after=(posted.span,)):
-            group.blocked_in(*self._label)
+            group.context.note(group._unwaited[self._number])
             while posted.works:
                 posted.works.pop(0).wait()  # pop: a work keeps its tensors alive
             group.recorder.settled(posted.span)
-            group.blocked_in()
-        self._done = True
-        group._unwaited.pop(self._label[1], None)
+            group.context.note("")
+        del group._unwaited[self._number]
         if posted.finish is not None:
             posted.finish()

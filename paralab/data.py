@@ -59,18 +59,9 @@ class Corpus:
             self.files = [f for f in _walk(self.root) if _looks_like_text(f)]
         self.sizes = [f.stat().st_size for f in self.files]
         self.starts = [0, *accumulate(self.sizes)]
+        self.num_bytes = self.starts[-1]
         if not self.num_bytes:
             raise illegal("data", str(self.root), "it contains no text", TEXTS)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def fingerprint(self) -> str:
-        """Names and sizes, hashed: ranks on several machines must agree on it."""
-        names = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
-        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:

@@ -171,7 +171,8 @@ def run(
     __tracebackhide__ = True
     if not callable(progress):
         choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
-    check_launch(timeout, device, strict, stop)
+    limits = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
+    check_launch(**limits)
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
@@ -197,8 +198,8 @@ def run(
         resume_changes=resume_changes,
     )
     steps = settings["steps"]
-    how = {"optimizer": settings["optimizer"], "clips": settings["clip_norm"] is not None}
-    if steps >= LONG and (size := _report_bytes(model, plan, steps, **how)) >= MUCH:
+    trains = {"optimizer": settings["optimizer"], "clips": settings["clip_norm"] is not None}
+    if steps >= LONG and (size := _report_bytes(model, plan, steps, **trains)) >= MUCH:
         what = f"the records of all {steps} steps will take about {size / 1e9:,.0f} GB"
         advice = "train in several runs, each of which resumes what the one before has saved"
         warnings.warn(f"{what} of memory; {advice}", stacklevel=2)
@@ -207,24 +208,16 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-                parts = launch_program(
-                    _program,
-                    plan.world_size,
-                    (model, plan, _of_ranks(settings, resume, folder)),
-                    timeout=timeout,
-                    device=device,
-                    optimizers=False,
-                    on_progress=bar.move,
-                    strict=strict,
-                    stop=stop,
-                )
+                given = model, plan, settings, resume and os.fspath(resume), folder
+                how = {"optimizers": False, "on_progress": bar.move, **limits}
+                parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {bar}", printed=stopped.printed) from None
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
             gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use gloo too
-            error.explain(table(model, plan, gloo=gloo, **how))
+            error.explain(table(model, plan, gloo=gloo, **trains))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(settings, parts[0]["meta"]))
 
@@ -258,7 +251,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, _of_ranks(settings, resume, folder_of_rank))
+        part = _program(context, model, plan, settings, resume, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -268,26 +261,25 @@ def run_under_torchrun(
     return context.rank
 
 
-def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **how: Any) -> float:
+def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **trains: Any) -> float:
     """The memory that the records of a run take, on the ranks and in this process, at its end."""
-    codes = compiled(model, plan, **how).codes
+    codes = compiled(model, plan, **trains).codes
     return ROW_BYTES * steps * sum(map(len, codes)) * plan.world_size / plan.pp
 
 
-def _of_ranks(
-    settings: dict[str, Any], resume: str | os.PathLike[str] | None, folder: str | None
-) -> dict[str, Any]:
-    """The settings of `train`. ``resume``: as the caller gave it."""
-    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
-    return {**settings, "offload_folder": folder, "newest": newest}
-
-
 def _program(
-    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]
+    context: Any,
+    model: ModelSpec,
+    plan: Plan,
+    settings: dict[str, Any],
+    resume: str | os.PathLike[str] | None,
+    folder: str | None,
 ) -> dict[str, Any]:
+    """Runs in a rank. resume: as the caller gave it; folder: for the files of offloaded states"""
     from paralab.interpret.train import train
 
-    return train(context, model, plan, **settings)
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
+    return train(context, model, plan, offload_folder=folder, newest=newest, **settings)
 
 
 def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ least, are farthest apart (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +36,8 @@ class Grid:
     """
 
     def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:
-        self.context, self.recorder = context, recorder
         everyone = range(context.world_size)
-        self.world = self._group(everyone, "world")
+        self.world = Group(everyone, axis="world", context=context, recorder=recorder)
 
         def groups(kind: str) -> set[tuple[int, ...]]:
             return {plan.ranks(kind, rank) for rank in everyone}
@@ -80,18 +78,16 @@ class Grid:
         ranks = torch.arange(self.world.size).reshape([group.size for group in axes.values()])
         return DeviceMesh.from_group(
             [group.process_group for group in axes.values()],
-            self.context.device.split(":")[0],
+            self.world.context.device.split(":")[0],
             ranks,
             mesh_dim_names=tuple(axes),
         )
 
     def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
         """The one of these disjoint groups that this rank is in. All ranks pass the same ones."""
-        groups = sorted(groups)
-        if len(groups[0]) in (1, self.context.world_size):  # needs no communicator of its own
-            return next(self._group(g, axis) for g in groups if self.context.rank in g)
-        subgroups = [self.world.subgroup(ranks, axis=axis) for ranks in groups]
-        return next((group for group in subgroups if group is not None), None)
-
-    def _group(self, ranks: Sequence[int], axis: str) -> Group:
-        return Group(ranks, axis=axis, context=self.context, recorder=self.recorder)
+        groups, world = sorted(groups), self.world
+        if len(groups[0]) in (1, world.size):  # needs no communicator of its own
+            [ranks] = (ranks for ranks in groups if world.context.rank in ranks)
+            return Group(ranks, axis=axis, context=world.context, recorder=world.recorder)
+        subgroups = [world.subgroup(ranks, axis=axis) for ranks in groups]
+        return next(filter(None, subgroups), None)

@@ -135,8 +135,7 @@ def _forget_server() -> None:
     _shared_server = _SharedServer()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_server)
+os.register_at_fork(after_in_child=_forget_server)
 
 
 def launch_program(
@@ -169,19 +168,19 @@ def launch_program(
     The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
-    name = "program" if with_context and fn is None else "fn"
+    fn = program if fn is None else fn
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "
             "a call from a process that is not a rank, where PARALAB_RANK is not set"
         )
     if not callable(program):
-        raise illegal(name, program, "cannot be called", "a function")
+        raise illegal("fn", program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = check_launch(timeout, device, strict, stop)
     choice("live", live, (False, True))
-    payload = _pickled(name, program, tuple(args), fn)
+    payload = _pickled("fn", program, tuple(args), fn)
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -240,30 +239,29 @@ def _cell_sources() -> dict[str, Any]:
     return {name: entry for name, entry in list(entries) if len(entry) == 4 and entry[1] is None}
 
 
-def _pickled(name: str, function: Callable[..., Any], args: tuple, fn: Any = None) -> bytes:
-    """(function, args) as bytes. Raises ``ValueError`` naming the object that cannot be sent; where
-    ``function`` is the library's, that of the user's ``fn`` or of ``args``.
+def _pickled(name: str, function: Callable[..., Any], args: tuple, fn: Any) -> bytes:
+    """(function, args) as bytes. Raises ``ValueError`` naming the object of the user's ``fn`` or of
+    ``args`` that cannot be sent.
     """
     try:
         return pickled((function, args))
     except Exception as error:
         reason = str(error) or type(error).__name__
-    function = function if fn is None else fn
-    for label, value in _labelled(name, function, args):
+    for label, value in _labelled(name, fn, args):
         try:
             pickled(value)
         except Exception as error:
             reason = f"{label}, a {type(value).__name__}, cannot be sent to a rank ({error})"
             break
     legal = "numbers, arrays and functions; create files, locks and connections inside the function"
-    raise illegal(name, getattr(function, "__name__", function), reason, legal)
+    raise illegal(name, getattr(fn, "__name__", fn), reason, legal)
 
 
 def unsent(name: str, *functions: Any) -> str:
     """Why one of ``functions`` cannot be sent to a rank; "" if all of them can."""
     for function in functions:
         try:
-            _pickled(name, function, ())
+            _pickled(name, function, (), function)
         except ValueError as error:
             return str(error)
     return ""

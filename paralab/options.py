@@ -110,8 +110,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def other_plan_of(given: argparse.Namespace, prefix: str) -> Plan | None:
     """`plan_of`, changed by the options with this prefix; None if none was given."""
-    names = (field.name for field in dataclasses.fields(Plan))
-    changes = {n: getattr(given, prefix + n) for n in names if prefix + n in given}
+    changes = _given_fields(Plan, given, prefix)
     return plan_of(given).replace(**changes) if changes else None
 
 
@@ -120,5 +119,6 @@ def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names if name in given}
 
 
-def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    return settings_of(given, *(field.name for field in dataclasses.fields(kind)))
+def _given_fields(kind: type, given: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(kind))
+    return {name: getattr(given, prefix + name) for name in names if prefix + name in given}

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Strict:
     def __init__(self, context: Any, *, axis: str) -> None:
         self.rank = context.rank
         self.store = dist.PrefixStore(f"strict {axis}", context.store)
-        self._numbers: Counter[tuple] = Counter()
+        self._numbers: dict[tuple, Iterator[int]] = defaultdict(count)
 
     def collective(
         self, ranks: tuple[int, ...], op: str, payload: Tensor, root: int | None
@@ -51,7 +52,7 @@ class Strict:
 
         Does not wait: the first member to arrive stores its call, the others compare theirs.
         """
-        number = self._next(ranks)
+        number = next(self._numbers[ranks])
         first = self.store.compare_set(f"{ranks}/{number}", "", f"{self.rank} {mine}").decode()
         rank, _, theirs = first.partition(" ")
         if theirs != mine:
@@ -69,7 +70,7 @@ class Strict:
         places = {}  # {peer: (the two ranks, the number of their exchanges before this one)}
         for peer, calls in by_peer.items():
             pair = (min(self.rank, peer), max(self.rank, peer))
-            places[peer] = (pair, self._next((ranks, pair)))
+            places[peer] = (pair, next(self._numbers[ranks, pair]))
             self.store.set(f"{ranks}/{places[peer]}/{self.rank}", json.dumps(calls))
         for peer, calls in by_peer.items():
             pair, number = places[peer]
@@ -90,10 +91,6 @@ class Strict:
         while (waited := time.monotonic() - began) < 0.1 and not self.store.check([key]):
             time.sleep(max(0.0005, waited / 8))
         return self.store.get(key)
-
-    def _next(self, key: tuple) -> int:
-        self._numbers[key] += 1
-        return self._numbers[key] - 1
 
 
 def _in_order(calls: list[list]) -> tuple[list, list]:

@@ -69,17 +69,8 @@ def trace(
     node_of = places(ranks, nodes)
     choice("memory", memory, (False, True))
     program = functools.partial(_program, fn, node_of, memory)
-    parts = launch_program(
-        program,
-        ranks,
-        args,
-        fn=fn,
-        timeout=timeout,
-        device=device,
-        live=live,
-        strict=strict,
-        stop=stop,
-    )
+    how = {"timeout": timeout, "device": device, "live": live, "strict": strict, "stop": stop}
+    parts = launch_program(program, ranks, args, fn=fn, **how)
     for part in parts:
         if calls := part["unwaited"]:
             problem = f"rank {part['rank']} has not waited for {calls[0]}"

@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.instruments.recorder import Recorder
-from paralab.ranks.hangs import rank_names
 from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
 
@@ -54,9 +53,8 @@ FUNCTIONS: dict[str, Callable] = {
     "broadcast": dist.broadcast,
     "reduce": dist.reduce,
 }
+IN_PLACE = ("all_reduce", "reduce")  # operations whose one tensor is read and written
 Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
-Ways = Sequence[Way]
-Label = tuple[str, int, Ways]  # of a call in a message: operation, number, `Call.ways`
 PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tensors lent to it
 
 
@@ -64,23 +62,21 @@ class Call(NamedTuple):
     """One call of a group, as a transport needs to know it.
 
     op       the name of a collective; or "send", "recv", or "exchange" of several messages
+    words    the call in a message: "send #3 to rank 1 on axis pp, ranks 0,1, step 2"
     tensors  of a collective its result, then its input if that is another tensor; of an exchange
              the tensor of each way
-    fills    those of ``tensors`` that the call writes
-    reads    those of ``fills`` that the call reads before it writes them
+    fills    those of ``tensors`` that the call writes; `IN_PLACE` reads them first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange: direction and peer of each message; else ()
-    number   counts the calls of the group; in messages it says in which call a rank waits
     finish   what is left to do on this rank after the wait, or None
     """
 
     op: str
+    words: str
     tensors: list[Tensor]
     fills: Sequence[Tensor] = ()
-    reads: Sequence[Tensor] = ()
     root: tuple[int, ...] = ()
-    ways: Ways = ()
-    number: int = 0
+    ways: Sequence[Way] = ()
     finish: Callable[[], None] | None = None
 
 
@@ -99,34 +95,22 @@ class Transport:
         self, ranks: Sequence[int], *, axis: str, context: Any, recorder: Recorder, group: Any
     ) -> None:
         self.ranks, self.context, self.recorder, self.group = ranks, context, recorder, group
-        self.axis, self.lane = axis, f"comm:{axis}"
+        self.lane = f"comm:{axis}"
 
-    def describe(self, op: str, number: int, ways: Ways = ()) -> str:
-        """A call of this group in words, for a message: "send #3 to rank 1 on axis pp, ..."."""
-        where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
-        return f"{op} #{number}{_ends(ways)} on {where}, step {self.recorder.step}"
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[Any]:
-        """Hand the call, with ``tensors`` for its own, to torch.distributed. Returns its works."""
+    def start(self, call: Call, group: Any) -> list[Any]:
+        """Hand the call to torch.distributed. Returns its works."""
+        tensors = call.tensors
         if len(self.ranks) == 1:  # nothing to send: the result is this rank's part
             if len(tensors) == 2:
                 tensors[0].view(-1).copy_(tensors[1].view(-1))
             return []
         if not call.ways:
             return [FUNCTIONS[call.op](*tensors, *call.root, group=group, async_op=True)]
-        functions = {"send": dist.isend, "recv": dist.irecv}
         ops = [
-            dist.P2POp(functions[side], tensor, peer, group=group)
+            dist.P2POp(dist.isend if side == "send" else dist.irecv, tensor, peer, group=group)
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)
-
-
-def _ends(ways: Ways) -> str:
-    """The other ends: " to rank 1", " from ranks 0, 2", " with rank 1"; "" for no ways."""
-    sides, peers = {side for side, _ in ways}, sorted({peer for _, peer in ways})
-    preposition = {("send",): "to", ("recv",): "from"}.get(tuple(sides), "with")
-    return f" {preposition} {rank_names(peers)}" if ways else ""
 
 
 class Gloo(Transport):
@@ -139,10 +123,10 @@ class Gloo(Transport):
 
     def post(self, call: Call) -> Posted:
         call, recorder, after = self.substitute(call), self.recorder, self.recorder.cut()
-        tensors, more, finish = self.lend(call)
+        lent, more = self.lend(call)
         span = recorder.launch(self.lane, after, recorder.clock.host())
-        works = self.watch(call, self.start(call, tensors, self.group), span)
-        return Posted(span, [*works, *more], finish)
+        works = self.watch(call, self.start(lent, self.group), span)
+        return Posted(span, [*works, *more], lent.finish)
 
     def substitute(self, call: Call) -> Call:
         """The call that sends the bytes of the closed form in place of ``call``, mostly itself."""
@@ -160,7 +144,7 @@ class Gloo(Transport):
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
-                return call._replace(fills=(), reads=(), root=(), ways=[("send", root)])
+                return call._replace(op="send", fills=(), root=(), ways=[("send", root)])
             others = [rank for rank in self.ranks if rank != root]
             with self.recorder.making("buffers"):
                 parts = [torch.empty_like(tensor) for _ in others]
@@ -172,16 +156,16 @@ class Gloo(Transport):
 
             ways = [("recv", rank) for rank in others]
             changes = {"tensors": parts, "fills": parts, "finish": add_parts, "ways": ways}
-            return call._replace(reads=(), root=(), **changes)
+            return call._replace(op="exchange", root=(), **changes)
         return call
 
-    def lend(self, call: Call) -> tuple[list[Tensor], list[Any], Callable | None]:
-        """(the tensors for gloo, what to wait for after its works, what to do after the wait)"""
+    def lend(self, call: Call) -> tuple[Call, list[Any]]:
+        """(the call with the tensors for gloo, what to wait for after its works)"""
         ledger = self.recorder.ledger
         if ledger is None or self.context.backend != "gloo":
-            return call.tensors, [], call.finish
+            return call, []
         lent = Lent(call.tensors, ledger)
-        return lent.tensors, [lent], call.finish
+        return call._replace(tensors=lent.tensors), [lent]
 
     def watch(self, call: Call, works: list[Any], span: int) -> list[Any]:
         """Let the end of each of ``works`` be recorded. Returns what the rank is to wait for."""
@@ -202,8 +186,8 @@ class Gloo(Transport):
         if way not in self.arrivals:
             self.arrivals[way] = SimpleQueue()
             threading.Thread(target=_wait_in_turn, args=(self.arrivals[way],), daemon=True).start()
-        arrival = Arrival(ended)
-        self.arrivals[way].put((work, arrival))
+        arrival = Arrival()
+        self.arrivals[way].put((work, ended, arrival))
         return arrival
 
 
@@ -220,10 +204,10 @@ class Staged(Gloo):
         super().__init__(ranks, **settings)
         self._free: dict[tuple, list[Tensor]] = {}  # (shape, dtype): buffers that no call uses
 
-    def lend(self, call: Call) -> tuple[list[Tensor], list[Any], Callable | None]:
+    def lend(self, call: Call) -> tuple[Call, list[Any]]:
         """Host buffers in place of the tensors. Only those that the call reads are copied there."""
         buffers = {id(t): self._take(t) for t in call.tensors}
-        unread = {id(t) for t in call.fills} - {id(t) for t in call.reads}
+        unread = {id(t) for t in call.fills if call.op not in IN_PLACE}
         self._copy("d2h", [(buffers[id(t)], t) for t in call.tensors if id(t) not in unread])
 
         def copy_back() -> None:
@@ -233,7 +217,7 @@ class Staged(Gloo):
             if call.finish is not None:
                 call.finish()
 
-        return [buffers[id(t)] for t in call.tensors], [], copy_back
+        return call._replace(tensors=[buffers[id(t)] for t in call.tensors], finish=copy_back), []
 
     def _take(self, tensor: Tensor) -> Tensor:
         free = self._free.setdefault((tuple(tensor.shape), tensor.dtype), [])
@@ -264,10 +248,8 @@ class Nccl(Transport):
         self.ways: dict[Way, tuple[Any, Any]] = {}  # {way: (communicator, its stream)}
         if self.recorder.lookout is None:
             context = self.context
-            ways_to_tell = context.note, self.recorder.clock.passed, context.alive
-            lookout = Lookout(*ways_to_tell, rank=context.rank, patience=context.patience)
-            lookout.start(lambda: torch.cuda.set_device(context.device))
-            self.recorder.lookout = lookout
+            self.recorder.lookout = Lookout(context, self.recorder.clock.passed)
+            self.recorder.lookout.start(lambda: torch.cuda.set_device(context.device))
 
     def post(self, call: Call) -> Posted:
         recorder, after = self.recorder, self.recorder.cut()
@@ -277,11 +259,11 @@ class Nccl(Transport):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             span = recorder.launch(self.lane, after, recorder.clock.mark())
-            for work in self.start(call, call.tensors, group):
+            for work in self.start(call, group):
                 work.wait()  # holds the stream, not the host
             recorder.completed(span, recorder.clock.mark())
             event, held = stream.record_event(), [*call.tensors]
-        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event, held)
+        recorder.lookout.posted(call.words, event, held)
         return Posted(span, [Enqueued(event, held)], call.finish)
 
 
@@ -329,41 +311,32 @@ class Lent:
         counts = []
         for tensor in self.tensors:
             storage = tensor.untyped_storage()
-            counts += [
-                tensor._use_count(),
-                sys.getrefcount(tensor),
-                self._holders(storage._cdata),
-            ]
+            counts += [tensor._use_count(), sys.getrefcount(tensor), self._holders(storage._cdata)]
         return counts
 
 
-class Arrival:
-    """The end of one send or receive: the thread of its way reports it, the rank waits for it."""
-
-    __slots__ = ("ended", "error", "_lock")
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self.ended, self.error = ended, None
-        self._lock = threading.Lock()  # released at the end of the message
-        self._lock.acquire()
+class Arrival(SimpleQueue):
+    """The end of one send or receive: the thread of its way puts None here, or the error. Unlike a
+    wait of torch's, this one lets the handlers of signals run, so that Ctrl-C ends it.
+    """
 
     def wait(self) -> None:
         """Wait for the end of the message. Raises what torch.distributed raised."""
-        with self._lock:
-            pass
-        if self.error is not None:
-            raise self.error
+        error = self.get()
+        if error is not None:
+            raise error
 
 
 def _wait_in_turn(queue: SimpleQueue) -> None:
     """The thread of a way: wait for each message and report its end."""
     while True:
-        work, arrival = queue.get()
+        work, ended, arrival = queue.get()
+        outcome = None
         try:
             work.wait()
         except Exception as error:  # raised again where the rank waits for the message
-            arrival.error = error
+            outcome = error
         work = None  # frees the message's memory before the rank learns of its end
-        arrival.ended()
-        arrival._lock.release()
-        del arrival  # keep nothing alive while the queue is empty
+        ended()
+        arrival.put(outcome)
+        del ended, arrival, outcome  # keep nothing alive while the queue is empty

@@ -129,8 +129,8 @@ class _Alone(Group):
 class _Nobody(Gloo):
     """What would be sent goes to no rank, and is there at once."""
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[_Over]:
-        return [_Over(tensors)]
+    def start(self, call: Call, group: Any) -> list[_Over]:
+        return [_Over(call.tensors)]
 
     def watch(self, call: Call, works: list[_Over], span: int) -> list[_Over]:
         self.recorder.completed(span, self.recorder.clock.host())

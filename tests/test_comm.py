@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import threading
 import time
 import weakref
@@ -182,7 +183,7 @@ def receives_long_before_it_looks(context) -> bool:
     else:
         got = torch.zeros(1000)
         call = group.recv(got, source=0)
-    while call._posted.works[0]._lock.locked():  # the thread that hears of it has the time
+    while call._posted.works[0].empty():  # the thread that hears of it has the time
         time.sleep(0.001)
     before = time.perf_counter()
     time.sleep(0.01)
@@ -196,6 +197,33 @@ def receives_long_before_it_looks(context) -> bool:
 
 def test_a_message_ends_when_its_bytes_are_there_not_when_the_rank_looks():
     assert all(launch_program(receives_long_before_it_looks, 2, timeout=30, device="cpu"))
+
+
+class Signalled(Exception):
+    pass
+
+
+def is_interrupted_in_a_wait(context) -> None:
+    def handler(*_) -> None:
+        raise Signalled
+
+    group, one = everyone(context), torch.ones(1)
+    if context.rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        call = group.recv(one, source=1)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Signalled):
+            call.wait()
+        group.send(one, to=1).wait()
+    else:
+        group.recv(one, source=0).wait()
+        group.send(one, to=0).wait()
+    group.barrier()
+
+
+def test_a_signal_is_handled_while_a_rank_waits_for_a_message():
+    """As Ctrl-C has to be in a rank of torchrun; here the two would else wait for ever."""
+    launch_program(is_interrupted_in_a_wait, 2, timeout=5, device="cpu")
 
 
 def looks_for_what_gloo_still_has(context) -> Counter[str]:

@@ -10,6 +10,12 @@ from paralab.ranks.lookout import Lookout
 from paralab.ranks.notes import Notebook
 
 
+def watching(passed, **reports):
+    """A `Lookout` of rank 3, whose reports go nowhere unless ``reports`` says where."""
+    nowhere = {"note": lambda text: None, "alive": lambda: None}
+    return Lookout(SimpleNamespace(rank=3, patience=120.0, **(nowhere | reports)), passed)
+
+
 class Event:
     over = False
 
@@ -18,8 +24,8 @@ class Event:
 
 
 def test_the_oldest_call_that_is_not_over_is_noted_until_it_is():
-    notes, device, lives = [], SimpleNamespace(passed=0), []
-    lookout = Lookout(notes.append, lambda: device.passed, lambda: lives.append(1))
+    notes, device = [], SimpleNamespace(passed=0)
+    lookout = watching(lambda: device.passed, note=notes.append)
     first, second = Event(), Event()
     lookout.look()
     assert notes == []
@@ -38,7 +44,7 @@ def test_the_oldest_call_that_is_not_over_is_noted_until_it_is():
 
 def test_a_device_that_gets_on_is_a_sign_of_life_and_one_that_hangs_is_none():
     device, lives = SimpleNamespace(passed=0), []
-    lookout = Lookout(lambda text: None, lambda: device.passed, lambda: lives.append(1))
+    lookout = watching(lambda: device.passed, alive=lambda: lives.append(1))
     lookout.posted("send #1 to rank 1", Event())
     for device.passed in (1, 2, 3):
         lookout.look()
@@ -54,9 +60,7 @@ def test_without_progress_a_rank_under_torchrun_says_where_it_is_and_ends(monkey
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module.os, "_exit", exits.append)
     device = SimpleNamespace(passed=0)
-    lookout = Lookout(
-        lambda text: None, lambda: device.passed, lambda: None, rank=3, patience=120.0
-    )
+    lookout = watching(lambda: device.passed)
     first, second = Event(), Event()
     lookout.posted("all_gather #7 on axis dp, ranks 0,3, step 2", first)
     lookout.posted("all_reduce #8 on axis tp, ranks 2,3, step 2", second)
@@ -83,13 +87,13 @@ def test_without_progress_a_rank_under_torchrun_says_where_it_is_and_ends(monkey
 def test_what_it_notes_names_who_waits_for_whom(tmp_path):
     pages = Notebook.create(tmp_path, 3)
     for rank in (0, 1):
-        mine = Notebook.open(tmp_path, rank)
-        lookout = Lookout(mine.write, lambda: 0, mine.alive)
+        mine = Notebook(tmp_path, rank)
+        lookout = watching(lambda: 0, note=mine.write, alive=mine.alive)
         lookout.posted("all_reduce #17 on axis dp, ranks 0,1,2, step 3", Event())
         before = pages.snapshot()
         lookout.look()
         assert pages.snapshot() != before
-    found = [standing(rank, 3, pages.read(rank)[1], []) for rank in range(3)]
+    found = [standing(rank, 3, pages.read(rank), []) for rank in range(3)]
     assert sentence(found).startswith("ranks 0, 1 wait in all_reduce #17 for rank 2")
     before, said = pages.snapshot(), pages.read(1)
     mine.alive()  # changes the page and not what it says

@@ -596,7 +596,7 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
     monkeypatch.setattr(process.dist, "init_process_group", joined)
     with pytest.raises(ZeroDivisionError):
         process._work(0, pickle.loads(task), str(tmp_path), launcher, Mock())
-    assert launcher.send.mock_calls == [mock.call("nccl")] * own  # for the words of a hang
+    assert launcher.send.mock_calls == [mock.call("up", own)]  # for the words of a hang
     both = "nccl" if call is pl.trace else "cpu:gloo,cuda:nccl"
     assert joined.call_args.args == (both if own else "gloo",)
 

@@ -81,8 +81,8 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
         return [(node.label, node.meets) for node in machine.nodes if node.meets], part
 
     def sends(group):
-        lookout = group.recorder.lookout
-        assert (lookout.rank, lookout.patience) == (group.index, 77.0)
+        context = group.recorder.lookout.context
+        assert (context.rank, context.patience) == (group.index, 77.0)
         three = group.subgroup((0, 1, 2), axis="three")
         alone = group.subgroup((3,), axis="alone")
         if group.index == 0:

@@ -289,7 +289,7 @@ class DirectTransport(Transport):
 
     def post(self, call: Call) -> Posted:
         span = self.recorder.launch(self.lane, (), self.recorder.clock.host())
-        return Posted(span, self.start(call, call.tensors, self.group), call.finish)
+        return Posted(span, self.start(call, self.group), call.finish)
 
 
 class AnswerGroup(Group):

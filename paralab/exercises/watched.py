@@ -142,7 +142,7 @@ def run_answers(
             if len(answers) == 1:
                 error.add_note(origin(error))
                 raise
-            failure = describe(error, rank, 0.0).what + origin(error)
+            failure = describe(error, rank).what + origin(error)
             parts.append({"failed": f"rank {rank} {failure}"})
             continue
         part = part_of(group.context, recorder.tables(), result)

@@ -27,15 +27,9 @@ def _reduce_code(code: CodeType) -> tuple:
     return code_with_file, (code.co_filename, make, args)
 
 
-def new_cached_property(function: Callable[..., Any], name: str) -> functools.cached_property:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
 def _reduce_cached_property(value: functools.cached_property) -> tuple:
     """In Python 3.11 the object itself holds a lock, which cannot be pickled."""
-    return new_cached_property, (value.func, value.attrname)
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 
 def with_cache(parameters: dict[str, Any], make: Callable[..., Any], args: tuple) -> Any:

@@ -12,9 +12,7 @@ import contextlib
 import gc
 import io
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
@@ -22,18 +20,8 @@ def ending() -> Iterator[None]:
     """Do all of this at the end of the block. If the block raises, its pools and threads are not
     waited for: they may wait for something that will never come.
     """
-    registered: list[tuple[Callable[..., Any], tuple, dict]] = []
-    before, originals = set(threading.enumerate()), (atexit.register, atexit.unregister)
-
-    def register(function: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
-        registered.append((function, args, named))
-        return function
-
-    def unregister(function: Callable[..., Any]) -> None:
-        registered[:] = [call for call in registered if call[0] != function]
-        originals[1](function)
-
-    atexit.register, atexit.unregister = register, unregister
+    before = set(threading.enumerate())
+    atexit._clear()  # of what the process has registered that this one was forked from
     try:
         yield
         for end in reversed(getattr(threading, "_threading_atexits", ())):
@@ -42,13 +30,7 @@ def ending() -> Iterator[None]:
             if not thread.daemon:
                 thread.join()
     finally:
-        while registered:
-            function, args, named = registered.pop()
-            try:
-                function(*args, **named)
-            except Exception:
-                traceback.print_exc()
-        atexit.register, atexit.unregister = originals
+        atexit._run_exitfuncs()
         # All files, even unreachable ones: a file in a reference cycle would lose its buffer.
         for file in gc.get_objects():
             if issubclass(type(file), io.IOBase):

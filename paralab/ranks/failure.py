@@ -7,8 +7,10 @@ recognized by name, so that the launching process can import this file without t
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 import traceback
 from collections.abc import Collection
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START
 
+_HERE = os.path.dirname(__file__) + os.sep
 _FROM_A_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out|remote process",
     re.IGNORECASE,
@@ -57,24 +60,19 @@ class Failure(NamedTuple):
 # ---- in the rank --------------------------------------------------------------------------------
 
 
-def describe(
-    error: BaseException, rank: int, time: float, *, noted: str = "", hide: str = ""
-) -> Failure:
-    """``error`` as plain values.
-
-    noted  the call in which the rank was blocked, as it noted it
-    hide   the file whose frames are left out of the traceback
-    """
+def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
+    """``error`` as plain values. noted: the call in which the rank was blocked, as it noted it"""
+    now = time.monotonic()
     if isinstance(error, Refused):
-        return Failure(rank, time, "refused", str(error))
+        return Failure(rank, now, "refused", str(error))
     if isinstance(error, RankError):  # raised by paralab about the user's function
-        return Failure(rank, time, "error", shortened(f"failed: {error}"))
+        return Failure(rank, now, "error", shortened(f"failed: {error}"))
     try:
         message = str(error).strip()
     except Exception:
         message = "<its message cannot be shown>"
     line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
-    text = _traceback(error, hide)
+    text = _traceback(error)
     if noted:
         text += f"(this rank was in {noted})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
@@ -92,16 +90,16 @@ def describe(
         size = _ALLOCATION.search(" ".join(message.splitlines()))
         what = "ran out of memory" + (f": it asked for {_readable(size[1])}" if size else "")
         kind = "memory"
-    elif any(_is_from_a_peer(e) for e in _chain(error)):
+    elif _is_from_a_peer(error):
         kind = "communication"
-    return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table), status)
+    return Failure(rank, now, kind, shortened(what), shortened(text), shortened(table), status)
 
 
-def _traceback(error: BaseException, hide: str) -> str:
+def _traceback(error: BaseException) -> str:
     """The traceback from the user's outermost frame on, or all of it if no frame is the user's."""
     frames = error.__traceback__
     while frames is not None and (
-        frames.tb_frame.f_code.co_filename == hide
+        frames.tb_frame.f_code.co_filename.startswith(_HERE)
         or "__tracebackhide__" in frames.tb_frame.f_code.co_varnames
     ):
         frames = frames.tb_next
@@ -120,21 +118,17 @@ def _readable(text: str) -> str:
     return f"{size:.1f} {units[0]}"
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """The error and the errors that caused it, last raised first."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
+def _is_from_a_peer(error: BaseException | None) -> bool:
+    """Whether a rank that was lost caused this error, or an error that led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
+            return True
+        if isinstance(error, (RuntimeError, ConnectionError)) and _FROM_A_PEER.search(str(error)):
+            return True
+        seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return chain
-
-
-def _is_from_a_peer(error: BaseException) -> bool:
-    if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
-        return True
-    return isinstance(error, (RuntimeError, ConnectionError)) and bool(
-        _FROM_A_PEER.search(str(error))
-    )
+    return False
 
 
 # ---- in the launching process -------------------------------------------------------------------

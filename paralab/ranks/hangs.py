@@ -7,7 +7,6 @@ process that is blocked in C++, and the stack names the collective and the user'
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import os
 import re
@@ -19,12 +18,13 @@ from typing import NamedTuple
 
 from paralab.ranks.errors import RankTimeout
 
-DOES_NOT_ANSWER = "does not answer: it is stopped, or blocked inside the operating system"
+DOES_NOT_ANSWER = """does not answer: it is stopped, or blocked inside the operating system, or \
+has more than 100 Python threads"""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _PLACE = re.compile(r'line (\d+) of "([^"\n]+)" in (\S+)')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _NOTE = re.compile(r"\w*(?: #\w+)?")
 _NOTE_RANKS = re.compile(r"\branks ([0-9][0-9, \-]*)")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
@@ -48,9 +48,9 @@ class Frame(NamedTuple):
         """Whether the line is of the user's code: not of paralab, a library or Python itself, and
         not of the command that started the process.
         """
+        if self.file == "<string>":  # a command, or a method that dataclass has made
+            return self.function not in ("<module>", "__init__")
         installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
-        made = self.function in ("<module>", "__init__")  # of a command, of a dataclass
-        installed = installed or (self.file == "<string>" and made)
         return not installed and not self.file.startswith((_PACKAGE, "<frozen", *_STDLIB))
 
 
@@ -112,14 +112,13 @@ def show_cells(traceback: str) -> str:
     return re.sub(r'File "([^"\n]+)", line', cell, traceback)
 
 
-def main_stack(dump: str, main_thread: int) -> list[Frame]:
-    """The main thread's frames in a faulthandler dump, innermost first."""
-    ends = [*(match.start() for match in _THREAD.finditer(dump)), len(dump)]
-    for begin, end in itertools.pairwise(ends):
-        if int(_THREAD.match(dump, begin)[1], 16) == main_thread:
-            frames = _FRAME.findall(dump[begin:end])
-            return [Frame(file, int(line), name) for file, line, name in frames if line.isdigit()]
-    return []
+def main_stack(dump: str) -> list[Frame]:
+    """The main thread's frames, innermost first, in a dump of faulthandler, which writes the oldest
+    thread last. Of more than 100 threads it leaves the oldest out, so there are none.
+    """
+    main = "" if dump.endswith("\n...\n") else _THREAD.split(dump)[-1]
+    frames = _FRAME.findall(main)
+    return [Frame(file, int(line), name) for file, line, name in frames if line.isdigit()]
 
 
 def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> Standing:

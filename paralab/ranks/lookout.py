@@ -13,7 +13,6 @@ of the device.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -45,27 +44,15 @@ class _Posted(NamedTuple):
 class Lookout:
     """The thread of one rank that watches its device.
 
-    note      writes the call in which the rank is blocked
-    passed    counts the recorded moments that the device has passed so far
-    alive     tells the launching process that the rank makes progress
-    rank      its number, for the message about a late call
-    patience  seconds without progress, in a call, after which the thread ends the process
+    context  the rank's `RankContext`, which says how to report, and how long to be patient
+    passed   counts the recorded moments that the device has passed so far
     """
 
-    def __init__(
-        self,
-        note: Callable[[str], None],
-        passed: Callable[[], int],
-        alive: Callable[[], None],
-        *,
-        rank: int = 0,
-        patience: float = math.inf,
-    ) -> None:
-        self.note, self.passed, self.alive = note, passed, alive
-        self.rank, self.patience = rank, patience
+    def __init__(self, context: Any, passed: Callable[[], int]) -> None:
+        self.context, self.passed = context, passed
         self.calls: list[_Posted] = []
         self.passed_before, self.noted = -1, ""
-        self._moved = -math.inf  # when the device was last seen to make progress
+        self._moved = 0.0  # when the device was last seen to make progress
         self._late: _Posted | None = None  # the call that was last reported as late
 
     def start(self, settle: Callable[[], None]) -> None:
@@ -85,24 +72,25 @@ class Lookout:
         passed = self.passed()
         if len(in_flight) < len(calls) or passed != self.passed_before:
             self.passed_before, self._moved = passed, time.monotonic()
-            self.alive()
+            self.context.alive()
         oldest = in_flight[0] if in_flight else None
         text = oldest.what if oldest else ""
         # Written at every look, as the rank's main thread may have overwritten it; an empty text is
         # written only to clear a note of this thread.
         if text or self.noted:
-            self.note(text)
+            self.context.note(text)
         self.noted = text
         if oldest:
             self._end_if_late(oldest)
 
     def _end_if_late(self, call: _Posted) -> None:
         waited = time.monotonic() - max(call.since, self._moved)
-        if waited >= LATE * self.patience and call is not self._late:
+        rank, patience = self.context.rank, self.context.patience
+        if waited >= LATE * patience and call is not self._late:
             self._late = call
-            text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; it ends "
-            print(f"{text}after {self.patience:g} s", file=sys.stderr, flush=True)
-        if waited >= self.patience:
+            text = f"paralab: rank {rank} has waited {waited:.0f} s in {call.what}; it ends "
+            print(f"{text}after {patience:g} s", file=sys.stderr, flush=True)
+        if waited >= patience:
             os._exit(1)  # its main thread is blocked in CUDA; torchrun ends the other ranks
 
 

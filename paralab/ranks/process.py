@@ -175,12 +175,9 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         task = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # the launcher has ended
         os._exit(1)
-    launcher, noted, error = _Launcher(rank, pipe, server), str, None
+    launcher, notes, error = _Launcher(rank, pipe, server), Notebook(Path(folder), rank), None
     try:
-        notes = Notebook.open(Path(folder), rank)
-        noted = notes.text
         _set_up(rank, task, folder)
-        launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
         if os.getpid() == launcher.pid:
             launcher.send_result(result)
@@ -189,7 +186,7 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     if os.getpid() != launcher.pid:
         _end_of_a_fork(error)
     if error is not None:
-        launcher.send_failure(error, noted())
+        launcher.send_failure(error, notes.read())
     while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 
@@ -245,8 +242,7 @@ def _work(
         chosen = take_device(task["device"], rank, rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
-    if chosen.backend == "nccl":
-        launcher.send("nccl")
+    launcher.send("up", chosen.backend == "nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("init_process_group")
@@ -324,11 +320,10 @@ class _Launcher:
         self.send("result", payload=payload)
 
     def send_failure(self, error: BaseException, noted: str) -> None:
-        happened = time.monotonic()
         try:
-            failure = describe(error, self.rank, happened, noted=noted, hide=__file__)
+            failure = describe(error, self.rank, noted)
         except MemoryError:
-            failure = Failure(self.rank, happened, "memory", "ran out of memory")
+            failure = Failure(self.rank, time.monotonic(), "memory", "ran out of memory")
         _flush()
         self.send("failure", *failure)
 

@@ -81,14 +81,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 def start_method() -> str:
     """The value of PARALAB_START; by default "fork" on Linux, "spawn" on other Unix systems.
 
-    Raises ``ValueError`` for another value, and ``RuntimeError`` on Windows, which has neither the
-    signals nor the inherited file descriptors that a launch needs.
+    Raises ``ValueError`` for another value.
     """
-    if os.name != "posix":
-        raise RuntimeError(
-            f"ranks cannot be started on {sys.platform}: paralab needs the processes and signals "
-            "of a Unix system; on Windows run Jupyter inside WSL 2, where everything works"
-        )
     usual = "fork" if sys.platform == "linux" else "spawn"
     return choice(START, os.environ.get(START) or usual, ("fork", "spawn"))
 
@@ -100,12 +94,12 @@ class RankServer:
         self.method = method
         self._socket, theirs = socket.socketpair()
         self.connection = Connection(os.dup(self._socket.fileno()))
-        code = f"import paralab.ranks.server as s; s.serve({theirs.fileno()}, {method!r}, "
+        serve = f"s.serve({theirs.fileno()}, {method!r}, {os.getpid()})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:
             # In a session of its own the server gets neither Ctrl-C nor Jupyter's interrupt.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"{code}{os.getpid()})"],
+                [sys.executable, "-P", "-c", f"import paralab.ranks.server as s; {serve}"],
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -113,14 +107,11 @@ class RankServer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self._in_request = False  # still True after an interrupt: then an answer may be outstanding
         self._requested: set[tuple[str, ...]] = set()  # modules that the server was told to load
         self.loading = 0  # of these requests, those without an answer yet
         self._load(ESSENTIAL)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def alive(self) -> bool:
         return not self._in_request and self._process.poll() is None

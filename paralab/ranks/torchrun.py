@@ -54,9 +54,9 @@ def torchrun_context(
         if rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _reach(host, port, join_timeout)
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_timeout)))
-        facts = dist.PrefixStore("paralab", store)
-        facts.set(str(rank), f"{node} {own_card}")
-        every = [facts.get(str(r)).decode().partition(" ") for r in range(world_size)]
+        store = dist.PrefixStore("paralab", store)
+        store.set(str(rank), f"{node} {own_card}")
+        every = [store.get(str(r)).decode().partition(" ") for r in range(world_size)]
         return store, [(int(index), uuid) for index, _, uuid in every]
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ def torchrun_context(
             rank=rank,
             world_size=world_size,
             nodes=tuple(index for index, _ in cards),
-            store=dist.PrefixStore("paralab", store),
+            store=store,
             limit=backstop(timeout) if chosen.backend == "nccl" else timeout,
             patience=timeout,
             note=_noting(rank),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import shutil
@@ -28,7 +29,7 @@ from typing import Any
 from paralab.checks import shortened
 from paralab.ranks.errors import RankError, RankTimeout, Stopped
 from paralab.ranks.failure import Failure, died, root_cause
-from paralab.ranks.hangs import Standing, hang_error, main_stack, rank_names, standing
+from paralab.ranks.hangs import Frame, Standing, hang_error, main_stack, rank_names, standing
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
@@ -52,7 +53,7 @@ class _Rank:
     outputs: dict[int, RankOutput]  # by pipe
     pid: int = 0
     nccl: bool = False  # it communicates over NCCL
-    up: bool = False  # it has sent a message, so its imports are done
+    up: bool = False  # it has sent a message, so its imports are done and its device is chosen
     gone: bool = False  # its pipe is closed: it has died, and the server will tell how
     result: bytes | None = None
 
@@ -74,9 +75,7 @@ class Run:
         self.handlers: dict[Any, Callable[[], object]] = {}  # {pipe or connection: its handler}
         self.to_close = contextlib.ExitStack()
         self.failures: dict[int, Failure] = {}  # by rank
-        self.grace_ends = 0.0
-        # When a rank last gave a sign of life, and when the notes were last read.
-        self.life = self.looked = time.monotonic()
+        self.grace_ends = math.inf
 
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool) -> None:
@@ -89,30 +88,28 @@ class Run:
         self._check_stop()
         with self._server_must_live():  # before there is a folder to remove
             self.server.get_ready(self._check_stop, to_train=trains)
-        folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix="paralab-"))
-            self.to_close.callback(shutil.rmtree, folder, ignore_errors=True)
-            (folder / "payload").write_bytes(payload)
-            self.notes = Notebook.create(folder, count)
+            self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
+            self.to_close.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            (self.folder / "payload").write_bytes(payload)
+            self.notes = Notebook.create(self.folder, count)
         except OSError as error:
-            where = folder.parent if folder else tempfile.tempdir or "TMPDIR, /tmp"
             why = (
                 f"{error.strerror}: a launch keeps {len(payload)} bytes for its ranks in the "
                 "folder for temporary files; make room there, or set TMPDIR to another folder"
             )
-            raise OSError(error.errno, why, str(where)) from None
-        self.folder, self.snapshot = folder, self.notes.snapshot()
+            raise OSError(error.errno, why, tempfile.tempdir or "TMPDIR, /tmp") from None
+        self.snapshot = self.notes.snapshot()
         with contextlib.ExitStack() as theirs:
             ends = [self._open(rank, theirs, live=live) for rank in range(count)]
             with self._server_must_live():
-                pids = self.server.fork(folder, ends)
+                pids = self.server.fork(self.folder, ends)
         self.handlers[self.server.connection] = self._note_deaths
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
             with contextlib.suppress(OSError):  # the rank has died, which the server reports
                 rank.control.send_bytes(task)
-        self.life = self.looked = time.monotonic()
+        self.life = time.monotonic()  # when a rank last gave a sign of life
 
     def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, ...]:
         """Make a rank's pipes. Returns the rank's ends: for messages, output and errors."""
@@ -193,8 +190,10 @@ class Run:
             del self.handlers[rank.control]
             rank.gone = True
             return
-        rank.up, rank.nccl = True, rank.nccl or kind == "nccl"
-        if kind == "failure":
+        rank.up = True
+        if kind == "up":
+            [rank.nccl] = fields
+        elif kind == "failure":
             self._failed(Failure(*fields))
         elif kind == "progress" and self.on_progress is not None:
             self.on_progress(rank.rank, *fields)
@@ -210,11 +209,8 @@ class Run:
                 self._failed(Failure(rank.rank, time.monotonic(), "died", what))
 
     def _failed(self, failure: Failure) -> None:
-        now, is_cause = time.monotonic(), failure.kind != "communication"
-        if not self.failures:
-            self.grace_ends = now + GRACE_SECONDS
-        if is_cause:
-            self.grace_ends = min(self.grace_ends, now + BRIEF_SECONDS)
+        grace = GRACE_SECONDS if failure.kind == "communication" else BRIEF_SECONDS
+        self.grace_ends = min(self.grace_ends, time.monotonic() + grace)
         self.failures[failure.rank] = failure
 
     # ---- no sign of life ----------------------------------------------------------------------
@@ -225,26 +221,22 @@ class Run:
 
     def _silence(self) -> float:
         """Seconds since a rank last gave a sign of life."""
-        now = time.monotonic()
-        if now - self.looked >= min(1.0, self.timeout / 4):
-            self.looked = now
-            snapshot = self.notes.snapshot()
-            if snapshot != self.snapshot:  # calls end and others begin: slow, but alive
-                self.snapshot, self.life = snapshot, now
+        now, snapshot = time.monotonic(), self.notes.snapshot()
+        if snapshot != self.snapshot:  # calls end and others begin: slow, but alive
+            self.snapshot, self.life = snapshot, now
         return now - self.life
 
     def _hang_error(self) -> RankTimeout:
-        limit, dumps = self._limit(), self._stacks(STACK_SECONDS)
+        limit, stacks = self._limit(), self._stacks(STACK_SECONDS)
         standings = []
         for rank in self.ranks:
-            index, (thread, note) = rank.rank, self.notes.read(rank.rank)
+            index = rank.rank
             if rank.result is not None:
                 at = Standing(index, "has returned its result", finished=True)
-            elif not rank.up or index not in dumps:
+            elif not rank.up or index not in stacks:
                 at = Standing(index, "is starting: its function has not been called yet")
             else:
-                stack = main_stack(dumps[index], thread)
-                at = standing(index, len(self.ranks), note, stack)._replace(nccl=rank.nccl)
+                at = self._standing(index, stacks[index])._replace(nccl=rank.nccl)
             standings.append(at)
         return hang_error(standings, limit)
 
@@ -253,17 +245,17 @@ class Run:
         if not all(rank.up for rank in self.ranks):
             return "interrupted"
         ranks_at: dict[str, list[int]] = {}
-        for index, dump in self._stacks(BRIEF_STACK_SECONDS).items():
-            thread, note = self.notes.read(index)
-            stack = main_stack(dump, thread)
+        for index, stack in self._stacks(BRIEF_STACK_SECONDS).items():
             if any(frame.own for frame in stack):
-                text = standing(index, len(self.ranks), note, stack).text
-                ranks_at.setdefault(text, []).append(index)
+                ranks_at.setdefault(self._standing(index, stack).text, []).append(index)
         lines = (f"{rank_names(numbers)}: {text}" for text, numbers in ranks_at.items())
         return "; ".join(["interrupted", *lines])
 
-    def _stacks(self, seconds: float) -> dict[int, str]:
-        """{rank: text of its Python stacks}, as far as it is written in time: by faulthandler, even
+    def _standing(self, rank: int, stack: list[Frame]) -> Standing:
+        return standing(rank, len(self.ranks), self.notes.read(rank), stack)
+
+    def _stacks(self, seconds: float) -> dict[int, list[Frame]]:
+        """{rank: its main thread's stack}, as far as it is written in time: by faulthandler, even
         of a process that is blocked in C, into a file that the rank opens when it starts.
         """
         files = {rank.rank: self.folder / f"stacks.{rank.rank}" for rank in self.ranks}
@@ -279,7 +271,7 @@ class Run:
             if now == texts and all(texts.values()):
                 break
             texts = now
-        return texts
+        return {r: main_stack(text) for r, text in texts.items()}
 
     # ---- end ----------------------------------------------------------------------------------
     def end(self) -> None:
