@@ -26,6 +26,7 @@ from paralab.theory.order import CODE
 from paralab.theory.traffic import BOOKKEEPING
 
 SHORT = 1e-9  # as a share of the step; anything shorter is rounding error
+WORKS = COMPUTE | {CALL}
 # A `Call`, or a copy between tiers as (lane, op, category, bytes); and the seconds it takes.
 Transfer = tuple[Any, float]
 
@@ -69,6 +70,8 @@ class Table:
                Both hold of every CALL: posting a call that an op makes itself is work, too
     summed     for a WAIT: seconds to add up what a reduction received
     flight     1 for a call, bookkeeping left out; 2 for a copy between tiers; else 0
+    lane       (lane of the timeline, kind of box), or None where nothing is drawn, as for calls of
+               tensor parallelism and messages between stages
     seconds    for a composite CALL: how long it takes. Of this, in seconds: ``idle``, the rank is
                idle; ``copied``, it adds up and copies; ``inner``, calls of its own are in flight;
                ``hidden``, they are in flight while the rank computes
@@ -82,40 +85,25 @@ class Table:
         self, code: Sequence[tuple[Instr, Cost | Times]], awaited: Mapping[int, Cost]
     ) -> None:
         """awaited: {index of a WAIT: cost of the call that it waits for}."""
-        self.code = code
-        calls = np.array([ins.op == CALL for ins, _ in code], bool)
-        self.computes = calls | np.array([type(cost) is Compute for _, cost in code], bool)
-        self.works = calls | np.array([ins.op in COMPUTE for ins, _ in code], bool)
-        self.flight = np.array([self._flight(*pair) for pair in code], int)
-        self.summed = np.zeros(len(code))
-        composite = np.zeros((5, len(code)))
+        self.code, k = code, len(code)
+        self.lane: list[tuple[str, str] | None] = [None] * k
+        self.flight, self.summed, composite = np.zeros(k, int), np.zeros(k), np.zeros((5, k))
         self.seconds, self.idle, self.copied, self.inner, self.hidden = composite
-        for at, (_, cost) in enumerate(code):
+        self.works = np.array([ins.op in WORKS for ins, _ in code], bool)
+        self.computes = self.works | np.array([type(cost) is Compute for _, cost in code], bool)
+        for at, (ins, cost) in enumerate(code):
             if type(cost) is Times:
                 composite[:, at] = cost.seconds, *Line.of(cost, -1).as_composite
+            elif type(cost) is Job:
+                self.flight[at] = 2 * (ins.lane in COPY_LANES)
+                self.lane[at] = ins.lane, kind_of(ins)
+            elif type(cost) is Posted:
+                self.flight[at] = ins.phase not in BOOKKEEPING
+                if not ins.lane.startswith("tp") and ins.op not in MESSAGES:
+                    self.lane[at] = f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
         for at, cost in awaited.items():
             if type(cost) is Posted:  # where another member adds up, the rank is idle for it
                 (self.idle if cost.other else self.summed)[at] = cost.summed
-
-    @cached_property
-    def lane(self) -> list[tuple[str, str] | None]:
-        """Per instruction (lane of the timeline, kind of box), or None where nothing is drawn."""
-        return [self._lane(*pair) for pair in self.code]
-
-    @staticmethod
-    def _lane(ins: Instr, cost: Cost | Times) -> tuple[str, str] | None:
-        """Calls of tensor parallelism and messages between stages are not drawn."""
-        if type(cost) is Job:
-            return ins.lane, kind_of(ins)
-        if type(cost) is not Posted or ins.lane.startswith("tp") or ins.op in MESSAGES:
-            return None
-        return f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
-
-    @staticmethod
-    def _flight(ins: Instr, cost: Cost | Times) -> int:
-        if type(cost) is Job:
-            return 2 * (ins.lane in COPY_LANES)
-        return int(type(cost) is Posted and ins.phase not in BOOKKEEPING)
 
 
 @dataclass(eq=False)
