@@ -41,16 +41,8 @@ def weighed(
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank)
-    shards = program_of(model, plan, optimizer, at.pp, clips).shards
-    return _weighed(model, plan, optimizer, at.pp, at.dp % shards, gloo, clips)
-
-
-@lru_cache(maxsize=512)
-def _weighed(
-    model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool, clips: bool
-) -> Memory:
-    """The same for all ranks that share a stage and have the same shard of its states."""
-    return memory(program_of(model, plan, optimizer, pp, clips), pp, index=index, gloo=gloo)
+    program = program_of(model, plan, optimizer, at.pp, clips)
+    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo)
 
 
 def peak(model: ModelSpec, plan: Plan, **how: Any) -> dict[str, int]:
