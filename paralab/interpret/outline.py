@@ -43,9 +43,10 @@ from paralab.report.tables import COLUMNS, KIND, LETTER, by_column
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE, F, W
 
-TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
+# A row of spans. ``after``: the row of the box that it waited for, or -1.
+ROW = [("pp", int), ("lane", object), ("kind", object), ("stage", int), ("microbatch", int)]
+ROW += [("start", float), ("end", float), ("cost", float), ("after", int)]
 ARROWS = 20_000  # boxes: with more, the picture has no arrows, for no reader follows them
-Rows = dict[str, np.ndarray]
 
 
 def outline(
@@ -159,7 +160,7 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     for at in np.flatnonzero(seconds > 0).tolist():
         begin, took = float(copied[at]), float(seconds[at])
         boxes.append(Box(pp[at % len(pp)], "compute", "copy", begin, begin + took, took))
-    actions = _rows(
+    rows = _rows(
         pp=pp,
         kind=np.array(list(KIND.values()), object)[letter],
         stage=stage,
@@ -169,16 +170,15 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
         cost=cost - copies,
         after=_sources(plan, stage, letter, microbatch),
     )
-    others = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
-    rows = _joined(actions, _rows(**others))
-    rows = _joined(rows, _gaps(step.ends, rows))
+    columns = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
+    rows = np.concatenate([rows, _rows(**columns)])
+    rows = np.concatenate([rows, _gaps(step.ends, rows)])
     order = np.lexsort((rows["start"], rows["pp"]))
-    rows = {name: column[order] for name, column in rows.items()}
-    place = np.empty(len(order) + 1, int)
+    rows, place = rows[order], np.empty(len(order) + 1, int)
     place[order], place[-1] = np.arange(len(order)), -1  # -1, no box, stays -1
     stage = 0 * rows["stage"] if plan.relays else rows["stage"]
     return {
-        **rows,
+        **{name: rows[name] for name, _ in ROW},
         "rank": rows["pp"] * plan.dp * plan.tp,
         "id": np.arange(len(order)),
         "stage": stage,
@@ -187,16 +187,13 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def _rows(**columns: Any) -> Rows:
+def _rows(**columns: Any) -> np.ndarray:
     """Rows of boxes; columns that are not given have the values of a wait."""
-    usual = {"lane": "compute", "kind": "wait", "stage": 0, "microbatch": -1, "cost": 0.0}
-    count = len(columns["start"])
-    columns = {name: [value] * count for name, value in (usual | {"after": -1}).items()} | columns
-    return {name: np.array(column, TYPES.get(name, int)) for name, column in columns.items()}
-
-
-def _joined(rows: Rows, others: Rows) -> Rows:
-    return {name: np.concatenate([column, others[name]]) for name, column in rows.items()}
+    rows = np.zeros(len(columns["start"]), ROW)
+    usual = {"lane": "compute", "kind": "wait", "microbatch": -1, "after": -1}
+    for name, column in (usual | columns).items():
+        rows[name] = column
+    return rows
 
 
 def _sources(
@@ -211,7 +208,7 @@ def _sources(
     return np.where(passes_on, maker[back, stage + 2 * back, microbatch], -1)
 
 
-def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
+def _gaps(ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """The waits: gaps on the compute lane before a box, and before the end of the rank's step."""
     boxes = np.flatnonzero(rows["lane"] == "compute")
     boxes = boxes[np.lexsort((rows["start"][boxes], rows["pp"][boxes]))]
