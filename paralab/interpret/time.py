@@ -9,8 +9,6 @@ alpha + bytes / bandwidth. Labs 02 to 05.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
@@ -81,10 +79,8 @@ def spelled_out(
     begun: dict[tuple, Cost] = {}
     known: dict[int, tuple[Compute, list[Item]]] = {}  # equal blocks share a `Compute`
     cluster, costed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
-    works: Iterable[float] = repeat(inf)
-    if cluster.wait_work:
-        works, _ = work_until_wait(cluster, costed, after=after, within=after < inf)
-    for (ins, cost), work in zip(costed, works, strict=False):
+    works, _ = work_until_wait(cluster, costed, after=after, within=after < inf)
+    for (ins, cost), work in zip(costed, works, strict=True):
         if type(cost) is Compute:
             if id(cost) not in known:
                 parts = cost.inside or ((ins, cost),)
