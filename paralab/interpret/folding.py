@@ -47,11 +47,6 @@ class Line:
     def lines(self) -> Iterator[Line]:
         yield self
 
-    def moved(self, moves: Moves, times: int) -> Line:
-        """The counterpart of this line, ``times`` repetitions later."""
-        text = self._with(lambda kind, value: str(value + times * moves.get(kind, 0)))
-        return Line(text, self.position)
-
     def lettered(self, letters: dict[str, tuple[str, int]]) -> str:
         """The text with "i+1" in place of a number. letters: {kind: (letter, its value)}."""
 
@@ -69,11 +64,12 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """``count`` stretches of lines, of which ``body`` is the first; ``moves``: by how much each
-    kind of number changes from one to the next.
+    """``count`` stretches of lines, from ``body`` to ``last``; ``moves``: by how much each kind of
+    number changes from one to the next.
     """
 
     body: list[Line | Fold]
+    last: list[Line | Fold]
     count: int
     moves: Moves
 
@@ -130,13 +126,6 @@ class Fold:
             texts.append(f"{letter} = {base}{second} … {base + step * (self.count - 1)}")
         return ", ".join(texts)
 
-    def moved(self, moves: Moves, times: int) -> Fold:
-        return Fold([item.moved(moves, times) for item in self.body], self.count, self.moves)
-
-    def repeated(self, times: int) -> list[Item]:
-        """The stretch ``times`` repetitions after the first."""
-        return [item.moved(self.moves, times) for item in self.body]
-
 
 Item = Line | Fold
 
@@ -160,7 +149,7 @@ def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
             end += length
         count, body = (end - at) // length, items[at : at + length]
         if count > 1 and (count - 1) * sum(item.length for item in body) > worth:
-            yield Fold(body, count, moves)
+            yield Fold(body, items[end - length : end], count, moves)
             at = end
         else:
             yield items[at]
