@@ -149,18 +149,15 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     )
     pp = np.repeat(np.arange(plan.pp), [len(line.actions.first) for line in step.lines])
     short, forward = SHORT * float(step.ends.max()), letter == F
-    boxes = []
-    for line in step.lines:
-        boxes += line.boxes(short)
+    boxes = [box for line in step.lines for box in line.boxes(short)]
     # The time that an action adds up and copies is drawn as one box: at the end of a forward, and
     # at the beginning of a backward, because the pipeline begins with a forward's compute and ends
     # with a backward's.
-    copied = np.concatenate([np.where(forward, end - copies, start), end])
-    seconds = np.r_[copies, after]
-    for at in np.flatnonzero(seconds > 0).tolist():
-        begin, took = float(copied[at]), float(seconds[at])
-        boxes.append(Box(pp[at % len(pp)], "compute", "copy", begin, begin + took, took))
-    rows = _rows(
+    begin, took = np.r_[np.where(forward, end - copies, start), end], np.r_[copies, after]
+    at = np.flatnonzero(took > 0)
+    begin, took = begin[at], took[at]
+    copied = _rows(pp=pp[at % len(pp)], kind="copy", start=begin, end=begin + took, cost=took)
+    actions = _rows(
         pp=pp,
         kind=np.array(list(KIND.values()), object)[letter],
         stage=stage,
@@ -171,7 +168,7 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
         after=_sources(plan, stage, letter, microbatch),
     )
     columns = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
-    rows = np.concatenate([rows, _rows(**columns)])
+    rows = np.concatenate([actions, _rows(**columns), copied])
     rows = np.concatenate([rows, _gaps(step.ends, rows)])
     order = np.lexsort((rows["start"], rows["pp"]))
     rows, place = rows[order], np.empty(len(order) + 1, int)
