@@ -207,7 +207,7 @@ class Deep:
                         bodies[body] = walked(alone, self.costs, after)
                     ins, cost = Instr(CALL), bodies[body]
                 call = begun[ins.reads] if ins.op == WAIT else None
-                item = walk.item(pp, ins, cost, call, share(self.cluster, after))
+                item = walk.item(ins, cost, call, share(self.cluster, after))
                 at = add(ins, cost, item.takes)
                 if call:
                     awaited[at] = call

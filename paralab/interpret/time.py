@@ -85,7 +85,7 @@ def spelled_out(
             if id(cost) not in known:
                 parts = cost.inside or ((ins, cost),)
                 calls = {part.writes: takes for part, takes in parts}
-                known[id(cost)] = cost, [item(r, *part, calls.get(part[0].reads)) for part in parts]
+                known[id(cost)] = cost, [item(*part, calls.get(part[0].reads)) for part in parts]
             if cost.inside:
                 timed += [
                     (ins if type(takes) is Compute else part, takes) for part, takes in cost.inside
@@ -96,7 +96,7 @@ def spelled_out(
         else:
             timed.append((ins, cost))
             call = begun.get(ins.reads) if type(cost) is Awaited else None
-            items.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
+            items.append(item(ins, cost, call, share(cluster, work) if call else 1.0))
             if ins.lane:
                 begun[ins.writes] = cost
         last.append(len(timed) - 1)

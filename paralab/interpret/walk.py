@@ -51,10 +51,8 @@ class Item(NamedTuple):
     frees: tuple = ()
 
 
-def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
-    """An instruction of rank ``r``. awaited: for a WAIT the cost of its call; ``share``: see
-    `Posted.after`.
-    """
+def item(ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
+    """awaited: for a WAIT the cost of its call; ``share``: see `Posted.after`."""
     kind = type(cost)
     if kind is Awaited:
         takes = awaited.after(share) if awaited else 0.0
@@ -62,10 +60,7 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: floa
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
     if kind is Posted:
-        lane, members, before = cost.lane, cost.members, cost.packed or None
-        if cost.peer >= 0:
-            lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
-        return Item(CALL, cost.seconds, ins.writes, lane, members, before)
+        return Item(CALL, cost.seconds, ins.writes, cost.lane, cost.members, cost.packed or None)
     return Item(WORK, cost.seconds)
 
 
