@@ -86,7 +86,7 @@ def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
                 axis = "pp" if call.axis == "ends" else call.axis
                 number_of[at] = len(made)
                 made.append(Box(f"comm:{axis}", CALLING, *begun[at], after, call))
-    compute.move(None, left[-1] if left else 0.0)
+    compute.move(None, left[-1])
     before = (compute.last - len(made),)  # last box of the step before, for the first calls
     return [b._replace(after=before + b.after[1:]) if b.after[:1] == (-1,) else b for b in made]
 

@@ -156,10 +156,6 @@ class Line:
             actions = Actions(*np.zeros((3, 1), int), works[:1], works[-1:])
         return cls(pp, table, np.arange(len(code)), np.array(left), over, *in_flight, actions)
 
-    @property
-    def end(self) -> float:
-        return float(self.left[-1]) if len(self.left) else 0.0
-
     @cached_property
     def begins(self) -> np.ndarray:
         """When the box of an instruction begins, if it has one: where the last compute or wait
@@ -187,7 +183,7 @@ class Line:
         idled, copies = (np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies))
         start, end = self.begins[first], self.left[last]
         cost = end - start - idled[last + 1] + idled[first]
-        after = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
+        after = np.append(copies[first[1:]] - copies[last[:-1] + 1], 0.0)
         return start, end, cost, copies[last + 1] - copies[first], after
 
     @cached_property
@@ -266,13 +262,12 @@ class Line:
         """
         calls, jobs = self.in_flight
         moved = overlap(calls, *self.work)
+        # Composites have calls of their own, which count where no others are in flight.
         composite = self.table.seconds[self.symbol] > 0.0
-        if composite.any():  # their own calls, but for the time in which others are in flight
-            symbol, end = self.symbol[composite], self.left[composite]
-            own = self.table.inner[symbol], self.table.hidden[symbol]
-            _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
-            moved = moved + np.sum(own, 1) - twice
-        return np.r_[moved, overlap(jobs, *self.work) if len(jobs) else np.zeros(2)]
+        symbol, end = self.symbol[composite], self.left[composite]
+        own = self.table.inner[symbol], self.table.hidden[symbol]
+        _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
+        return np.r_[moved + np.sum(own, 1) - twice, overlap(jobs, *self.work)]
 
 
 def transfers(
@@ -330,4 +325,4 @@ class Step(NamedTuple):
     @property
     def ends(self) -> np.ndarray:
         """When each rank's step ends, in seconds."""
-        return np.array([line.end for line in self.lines])
+        return np.array([line.left[-1] for line in self.lines])
