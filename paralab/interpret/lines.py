@@ -42,12 +42,6 @@ class Actions(NamedTuple):
     first: np.ndarray
     last: np.ndarray
 
-    @property
-    def since(self) -> int:
-        """Where the earliest of the last actions begins; each stage has a last one per letter."""
-        _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
-        return int(self.first[::-1][at].min())
-
 
 class Box(NamedTuple):
     """What is drawn, and belongs to no action."""
@@ -93,7 +87,9 @@ class Table:
         self.computes = self.works | np.array([type(cost) is Compute for _, cost in code], bool)
         for at, (ins, cost) in enumerate(code):
             if type(cost) is Times:
-                composite[:, at] = cost.seconds, *Line.of(cost, -1).as_composite
+                line = Line.of(cost, -1)
+                inside = overlap(line.in_flight[0], *line.work)
+                composite[:, at] = cost.seconds, line.idled.sum(), line.copies.sum(), *inside
             elif type(cost) is Job:
                 self.flight[at] = 2 * (ins.lane in COPY_LANES)
                 self.lane[at] = ins.lane, kind_of(ins)
@@ -165,11 +161,6 @@ class Line:
         ends = np.where(self.waits, self.over + self.idle + self.summed, ends)
         return np.r_[0.0, np.maximum.accumulate(ends)[:-1]]
 
-    @property
-    def as_composite(self) -> tuple[float, ...]:
-        """`Table.idle`, ``copied``, ``inner``, ``hidden`` of a CALL that stands for this list."""
-        return (self.idled.sum(), self.copies.sum(), *overlap(self.in_flight[0], *self.work))
-
     # ---- compute ---------------------------------------------------------------------------------
     @property
     def action_times(self) -> tuple[np.ndarray, ...]:
@@ -226,17 +217,21 @@ class Line:
             elif end - start > short:
                 boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
-        for at in range(int(self.actions.last.max()) + 1, len(self.left)):
+        for at in range(self.actions.last.max() + 1, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
             if type(cost) is Compute:
                 kind = KINDS.get(ins.op, "copy")
                 add(kind, float(self.begins[at]), float(self.left[at]))
             elif self.summed[at] > 0.0:
                 add("copy", float(self.over[at]), float(self.over[at] + self.summed[at]))
+        actions = self.actions
+        alike = actions.stage * len(CODE) + actions.letter
+        _, last = np.unique(alike[::-1], return_index=True)  # of each stage, one per letter
+        since = actions.first[::-1][last].min()
         drawn = np.array([lane is not None for lane in self.table.lane], bool)
         host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        chosen = drawn[symbols] & (host[symbols] | (self.calls >= self.actions.since))
+        chosen = drawn[symbols] & (host[symbols] | (self.calls >= since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
