@@ -52,12 +52,12 @@ def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
     only where a shard is empty, so that its rank makes no call, and in who is the root of a reduce.
     """
     program, pp, compute = calls.program, member.at.pp, _Compute()
-    code, left, begun = times.lists[pp], times.left[pp], times.calls[pp]
-    made, waits, since = compute.made, times.waits[pp], 0.0  # since: when the next box begins
+    code, rank, made, since = times.lists[pp], times.ranks[pp], compute.made, 0.0
+    left, waits, begun = rank.left, rank.waits, rank.calls
     number_of: dict[int, int] = {}  # {position of a call or a job: number of its box}
     columns = spans(program, [ins for ins, _ in code]), [0.0, *left], left, code
     for at, (span, entered, ended, (ins, cost)) in enumerate(zip(*columns, strict=False)):
-        compute.move(span, since)
+        compute.move(span, since)  # since: when the next box begins
         kind = type(cost)
         if kind is Compute:
             since = ended
@@ -75,7 +75,7 @@ def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
                     if summed:
                         compute.add(ADDING, until, since)
         elif kind is Job:
-            after = (*compute.cut(entered), *(number_of[job] for job in times.predecessors[pp][at]))
+            after = (*compute.cut(entered), *(number_of[job] for job in rank.predecessors[at]))
             what = kind_of(ins)
             copied = moved(program, ins, pp) if what == "copy" else None
             number_of[at] = len(made)

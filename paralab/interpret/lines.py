@@ -139,9 +139,8 @@ class Line:
     @classmethod
     def of(cls, times: Times, pp: int, actions: Actions | None = None) -> Line:
         """The line of a rank that walk.py has timed; each instruction has an index of its own."""
-        code, left, waits, calls = (
-            by_rank[pp] for by_rank in (times.lists, times.left, times.waits, times.calls)
-        )
+        code, rank = times.lists[pp], times.ranks[pp]
+        left, waits, calls = rank.left, rank.waits, rank.calls
         table = Table(code, {at: code[call][1] for at, (call, _) in waits.items()})
         over = np.full(len(code), -1.0)
         for at, (_, end) in waits.items():

@@ -29,26 +29,22 @@ class Times(NamedTuple):
 
     lists   the list as it was timed, each instruction with its cost: see `spelled_out`
     last    per instruction of the program the position of its last part in that list
-    left    per instruction of that list when the rank goes on to the next
-    calls, waits, predecessors  by position in that list: see `walk.Rank`
+    ranks   each at the end of its way through that list: the moments are in its records
     """
 
     lists: list[Timed]
     last: list[list[int]]
-    left: list[list[float]]
-    calls: list[dict[int, tuple[float, float]]]
-    waits: list[dict[int, tuple[int, float]]]
-    predecessors: list[dict[int, list[int]]]
+    ranks: list[Rank]
 
     def of_program(self, pp: int) -> tuple[list[float], list[float]]:
         """(when the rank comes to each instruction of its program, when it goes on to the next)."""
-        left = [self.left[pp][at] for at in self.last[pp]]
+        left = [self.ranks[pp].left[at] for at in self.last[pp]]
         return [0.0, *left[:-1]], left
 
     @property
     def ends(self) -> list[float]:
         """When each rank's step is over."""
-        return [left[-1] if left else 0.0 for left in self.left]
+        return [rank.left[-1] if rank.left else 0.0 for rank in self.ranks]
 
     @property
     def seconds(self) -> float:
@@ -129,6 +125,4 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
     ]
     if stuck:  # a mistake of the compiler: what a learner writes is checked before (checks.py)
         raise ValueError(f"deadlock: {'; '.join(stuck)}")
-    names = ("left", "calls", "waits", "predecessors")
-    moments = ([getattr(rank, name) for rank in ranks] for name in names)
-    return Times(lists, last, *moments)
+    return Times(lists, last, ranks)
