@@ -43,10 +43,6 @@ class Line:
         """(kind, value) of every number, in order."""
         return [(kind, int(value)) for kind, value in NUMBER.findall(self.text)]
 
-    @property
-    def lines(self) -> Iterator[Line]:
-        yield self
-
     def lettered(self, letters: dict[str, tuple[str, int]]) -> str:
         """The text with "i+1" in place of a number. letters: {kind: (letter, its value)}."""
 
@@ -86,11 +82,6 @@ class Fold:
         return [number for item in self.body for number in item.numbers]
 
     @property
-    def lines(self) -> Iterator[Line]:
-        """The lines of the first stretch."""
-        return (line for item in self.body for line in item.lines)
-
-    @property
     def position(self) -> int:
         return self.body[0].position
 
@@ -104,7 +95,9 @@ class Fold:
         """{kind: (letter, value in the first stretch)} of the numbers that change: the value of the
         first compute, if there is any, so that a gather for the next block is of "blocks.i+1".
         """
-        lines = sorted(self.lines, key=lambda line: line.text.partition("\t")[0] not in COMPUTE)
+        lines = sorted(
+            _lines(self.body), key=lambda line: line.text.partition("\t")[0] not in COMPUTE
+        )
         first = dict(reversed([number for line in lines for number in line.numbers]))
         return {kind: (KINDS[kind][0], first[kind]) for kind, step in self.moves.items() if step}
 
@@ -138,6 +131,12 @@ def fold(lines: Sequence[Line], *, worth: int = WORTH) -> list[Item]:
         folded = list(_folded(items, length, worth))
         items, length = folded, length + 1 if len(folded) == len(items) else 1
     return items
+
+
+def _lines(items: Sequence[Item]) -> Iterator[Line]:
+    """All lines, of a fold those of its first stretch."""
+    for item in items:
+        yield from _lines(item.body) if isinstance(item, Fold) else [item]
 
 
 def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
