@@ -16,7 +16,7 @@ finds the paths by the same rules before any duration is known.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -76,13 +76,14 @@ class Walk:
         self.posting = posting
         self.free: dict[Any, float] = {}
         self.launched: dict[Any, list[tuple]] = {}
-        self.ready: deque[Iterator] = deque()
 
     def go(self, ranks: Sequence[Rank]) -> None:
         """Let all ranks go on until each is through its list, or none can go on."""
-        self.ready.extend(rank.walk for rank in ranks)
-        while self.ready:
-            next(self.ready.popleft(), None)
+        done, before = 0, -1
+        while done > before:
+            for rank in ranks:
+                next(rank.walk, None)
+            done, before = sum(len(rank.left) for rank in ranks), done
 
     def meet(self, rank: Rank, item: Item, moment: float) -> None:
         """A rank has launched a call of several; when the last of them has, the call is timed."""
@@ -97,9 +98,6 @@ class Walk:
         end = self.free[lane] = start + item.takes
         for member, position, _ in launched:
             member.calls[position] = start, end
-            if member.blocked_on == position:
-                member.blocked_on = None
-                self.ready.append(member.walk)
 
 
 class Rank:
@@ -114,7 +112,6 @@ class Rank:
     flights       {name of a call in flight: its position}
     count         {lane of several pipeline ranks: calls launched on it}
     lanes         {lane of its own: when it is free}
-    blocked_on    position of the call that the rank waits for, or None
     """
 
     def __init__(
@@ -128,7 +125,6 @@ class Rank:
         self.predecessors: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
-        self.blocked_on: int | None = None
         self.walk = self._go()
 
     def _go(self) -> Iterator[None]:
@@ -147,7 +143,6 @@ class Rank:
                     if job is not None:
                         job.settled()
                     while call not in calls:
-                        self.blocked_on = call
                         yield
                     end = calls[call][1]
                     waits[at] = call, end
