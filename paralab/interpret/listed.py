@@ -63,7 +63,7 @@ class Lists:
         pieces = [piece for shape in shapes for piece in _pieces(shape, v, pp)]
         self.items, each = list(chain(*pieces)), len(pieces) // len(shapes)
         columns, names, lanes = _columns(self.items, pp)
-        sizes = np.array(list(map(len, pieces)))
+        length = np.array(list(map(len, pieces)))
         most = [max(max(i.takes, i.before or 0) for _, of in s for i in of) for s in shapes]
         self.sizes = 1 + np.array(most)[list(kinds)]
 
@@ -74,9 +74,9 @@ class Lists:
         ranks = np.insert(ranks, ends, np.arange(pp))
         what, chunk, few = piece // (FEW * v), piece // FEW % v, piece % FEW
         piece += np.array(kinds)[ranks] * each
-        size = sizes[piece]
+        size, first_item = length[piece], np.cumsum(length) - length
         begin = np.cumsum(size) - size
-        self.at = np.repeat((np.cumsum(sizes) - sizes)[piece] - begin, size) + np.arange(size.sum())
+        self.at = np.repeat(first_item[piece] - begin, size) + np.arange(size.sum())
         self.rank, step = np.repeat(ranks, size), np.repeat(steps, size)
         self.first = np.searchsorted(self.rank, np.arange(pp + 1))
         self.op, self.takes, self.before, self.members, name, lane = columns[:, self.at]
@@ -85,6 +85,7 @@ class Lists:
         fields = np.stack([what, chunk, few, rows.microbatch[steps], begin - self.first[ranks]])
         self.actions = [fields[:, action[ranks[action] == r]] for r in range(pp)]
 
+        # Find both ends of each message, and the call that each WAIT is for.
         calls, into = self.op == CALL, name == RECEIVED
         out = calls & np.isin(np.repeat(what, size), SENDS)
         back = (rows.what != F)[step]
