@@ -43,9 +43,8 @@ from paralab.report.tables import COLUMNS, KIND, LETTER, by_column
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE, F, W
 
-# A row of spans. ``after``: the row of the box that it waited for, or -1.
-ROW = [("pp", int), ("lane", object), ("kind", object), ("stage", int), ("microbatch", int)]
-ROW += [("start", float), ("end", float), ("cost", float), ("after", int)]
+TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
+Rows = dict[str, np.ndarray]
 ARROWS = 20_000  # boxes: with more, the picture has no arrows, for no reader follows them
 
 
@@ -168,14 +167,15 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
         after=_sources(plan, stage, letter, microbatch),
     )
     columns = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
-    rows = np.concatenate([actions, _rows(**columns), copied])
-    rows = np.concatenate([rows, _gaps(step.ends, rows)])
+    rows = _joined(actions, _rows(**columns), copied)
+    rows = _joined(rows, _gaps(step.ends, rows))
     order = np.lexsort((rows["start"], rows["pp"]))
-    rows, place = rows[order], np.empty(len(order) + 1, int)
+    rows = {name: column[order] for name, column in rows.items()}
+    place = np.empty(len(order) + 1, int)
     place[order], place[-1] = np.arange(len(order)), -1  # -1, no box, stays -1
     stage = 0 * rows["stage"] if plan.relays else rows["stage"]
     return {
-        **{name: rows[name] for name, _ in ROW},
+        **rows,
         "rank": rows["pp"] * plan.dp * plan.tp,
         "id": np.arange(len(order)),
         "stage": stage,
@@ -184,13 +184,16 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def _rows(**columns: Any) -> np.ndarray:
+def _rows(**columns: Any) -> Rows:
     """Rows of boxes; columns that are not given have the values of a wait."""
-    rows = np.zeros(len(columns["start"]), ROW)
-    usual = {"lane": "compute", "kind": "wait", "microbatch": -1, "after": -1}
-    for name, column in (usual | columns).items():
-        rows[name] = column
-    return rows
+    usual = {"lane": "compute", "kind": "wait", "stage": 0, "microbatch": -1, "cost": 0.0}
+    columns = usual | {"after": -1} | columns
+    typed = {name: np.asarray(value, TYPES.get(name, int)) for name, value in columns.items()}
+    return {name: np.broadcast_to(value, typed["start"].shape) for name, value in typed.items()}
+
+
+def _joined(*rows: Rows) -> Rows:
+    return {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
 
 
 def _sources(
@@ -205,7 +208,7 @@ def _sources(
     return np.where(passes_on, maker[back, stage + 2 * back, microbatch], -1)
 
 
-def _gaps(ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
     """The waits: gaps on the compute lane before a box, and before the end of the rank's step."""
     boxes = np.flatnonzero(rows["lane"] == "compute")
     boxes = boxes[np.lexsort((rows["start"][boxes], rows["pp"][boxes]))]
