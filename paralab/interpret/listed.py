@@ -24,8 +24,8 @@ from paralab.theory.order import CODE, F
 # The WAITs of messages: for a SEND between actions, for a RECEIVE inside the action that needs it.
 SENT, ARRIVAL = "SENT", "ARRIVAL"
 MESSAGE_OPS = (instructions.SEND, RECEIVE, SENT, ARRIVAL)
-# What a step is, beyond the letters of an action, in the number of its piece: a SEND of an
-# activation or of a gradient, then a RECEIVE likewise.
+# What a piece is, as a number: 0 to 3 the letters of an action, as in `CODE`; then a SEND of an
+# activation, a SEND of a gradient, a RECEIVE of an activation, a RECEIVE of a gradient; `END`.
 SENDS = (SEND, SEND + 1)
 # Name of a RECEIVE and its WAIT, until `Lists` knows which message it is. A SEND and its WAIT are
 # named by how far away the other rank is, because at most one message to each rank is in flight.
@@ -59,13 +59,15 @@ class Lists:
     def __init__(
         self, rows: Lowered, m: int, v: int, shapes: Sequence[Shape], kinds: Sequence[int]
     ) -> None:
+        # The pieces of all kinds of ranks, of each kind ``each``, one kind after the other.
         pp = len(kinds)
         pieces = [piece for shape in shapes for piece in _pieces(shape, v, pp)]
-        self.items, each = list(chain(*pieces)), len(pieces) // len(shapes)
+        each, length = len(pieces) // len(shapes), np.array([len(piece) for piece in pieces])
+        self.items = list(chain(*pieces))
         columns, names, lanes = _columns(self.items, pp)
-        length = np.array(list(map(len, pieces)))
-        most = [max(max(i.takes, i.before or 0) for _, of in s for i in of) for s in shapes]
-        self.sizes = 1 + np.array(most)[list(kinds)]
+        of_kinds = [chain(*(items for _, items in shape)) for shape in shapes]
+        highest = [max(max(item.takes, item.before or 0) for item in items) for items in of_kinds]
+        self.sizes = 1 + np.array(highest)[list(kinds)]
 
         # Expand every step of the schedule into the instructions of its piece.
         ranks, ends = np.repeat(np.arange(pp), np.diff(rows.first)), rows.first[1:]
@@ -150,7 +152,9 @@ def _pieces(shape: Shape, v: int, pp: int) -> Iterator[tuple[Item, ...]]:
 
 
 def _numbers(rows: Lowered, ranks: np.ndarray, m: int, v: int) -> np.ndarray:
-    """Per step of the schedule the number of its piece, among those of its kind of rank."""
+    """Per step of the schedule the number of its piece, among those of its kind of rank:
+    (what it is * v + chunk) * `FEW` + which of the few, in the order of `_pieces`.
+    """
     pp, action, sends = len(rows.first) - 1, rows.kind < SEND, rows.kind == SEND
     # Which of those alike it is: of actions that differ in the micro-batch, of sends to a rank.
     alike = rows.kind * pp * pp * v + np.where(action, rows.stage, ranks * pp + rows.peer)

@@ -301,7 +301,7 @@ class State:
         return [self.store["host.count", u, 0] for u in units if self.optimizer.name == "adamw"]
 
     def _scale(self) -> dict[str, Tensor]:
-        """fp16's loss scale, and the steps since it last changed."""
+        """{name in a checkpoint: fp16's loss scale, or the steps since it last changed}."""
         if self.loss_scale is None:
             return {}
         return {"loss_scale.value": self.loss_scale, "loss_scale.good_steps": self.good_steps}

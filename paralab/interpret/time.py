@@ -29,7 +29,8 @@ class Times(NamedTuple):
 
     lists   the list as it was timed, each instruction with its cost: see `spelled_out`
     last    per instruction of the program the position of its last part in that list
-    ranks   each at the end of its way through that list: the moments are in its records
+    ranks   the `walk.Rank` at the end of that list: when it went on to each next instruction, and
+            when its calls and jobs were in flight
     """
 
     lists: list[Timed]
