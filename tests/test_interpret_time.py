@@ -113,7 +113,7 @@ def test_a_group_makes_one_call_after_the_other_and_two_groups_both_at_once(seco
     same = time(by_hand(plan, [over_dp, all_reduce(1)]), cluster(3.0))
     other = time(by_hand(plan, [over_dp, over_tp]), cluster(3.0))
     assert (same.seconds, other.seconds) == (6.0, 3.0)
-    assert list(same.calls[0].values()) == [(0.0, 3.0), (3.0, 6.0)]
+    assert list(same.ranks[0].calls.values()) == [(0.0, 3.0), (3.0, 6.0)]
 
 
 def messages(*, to: int, count: int, begin: int = 0) -> Code:
@@ -136,7 +136,7 @@ def test_a_slow_link_carries_one_message_after_the_other(seconds):
     sends = [ins for ins in messages(to=1, count=3) if ins.op == SEND]
     codes = [sends + list(map(wait, sends)), receives(source=0, count=3)]
     times = time(replace(compiled(MODEL, pl.Plan(pp=2)), codes=codes), cluster(5.0))
-    assert list(times.calls[1].values()) == [(0.0, 5.0), (5.0, 10.0), (10.0, 15.0)]
+    assert list(times.ranks[1].calls.values()) == [(0.0, 5.0), (5.0, 10.0), (10.0, 15.0)]
     assert times.seconds == 15.0
 
 
@@ -152,13 +152,13 @@ def test_both_directions_of_a_pair_are_lanes_of_their_own(seconds):
     one = [*messages(to=1, count=1), *receives(source=1, count=1, begin=9)]
     other = [*messages(to=0, count=1, begin=9), *receives(source=0, count=1)]
     times = time(by_hand(pl.Plan(pp=2), one, other), cluster(5.0))
-    assert set(times.calls[0].values()) == {(1.0, 6.0)}
+    assert set(times.ranks[0].calls.values()) == {(1.0, 6.0)}
 
 
 def test_a_message_moves_when_both_its_ends_are_posted(seconds):
     late = [second(), second(), second(), *receives(source=0, count=1)]
     times = time(by_hand(pl.Plan(pp=2), messages(to=1, count=1), late), cluster(5.0))
-    assert list(times.calls[1].values()) == [(3.0, 8.0)]
+    assert list(times.ranks[1].calls.values()) == [(3.0, 8.0)]
 
 
 def test_a_call_between_stages_begins_when_the_last_of_them_is_there(seconds):
@@ -167,7 +167,7 @@ def test_a_call_between_stages_begins_when_the_last_of_them_is_there(seconds):
     program = by_hand(pl.Plan(pp=3), [call], [second(), second(), call], [second(), call])
     times = time(program, cluster(5.0))
     # An all-reduce of three is four messages, of half of 5 s each.
-    assert [list(calls.values()) for calls in times.calls] == [[(2.0, 12.0)]] * 3
+    assert [list(rank.calls.values()) for rank in times.ranks] == [[(2.0, 12.0)]] * 3
 
 
 def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
@@ -176,7 +176,7 @@ def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
     slow = cluster(10.0, call_overhead=0.25, wait_overhead=0.5)
     assert time(by_hand(plan, code), cluster(10.0)).seconds == pytest.approx(11.0)
     times = time(by_hand(plan, code), slow)
-    assert times.left[0][0] == 0.25
+    assert times.ranks[0].left[0] == 0.25
     assert times.seconds == pytest.approx(11.5)
 
 
@@ -218,7 +218,9 @@ def test_a_wait_costs_what_the_work_up_to_the_next_needs(seconds, between, share
         """What the rank does behind a wait, before it goes on."""
         times = time(program, cluster(1.0, **slow, **changes))
         place = 2 + waits.index(wait((a, b)[which]))
-        return times.left[0][place] - max(times.left[0][place - 1], times.calls[0][which][1])
+        return times.ranks[0].left[place] - max(
+            times.ranks[0].left[place - 1], times.ranks[0].calls[which][1]
+        )
 
     assert [at(which) for which in (0, 1)] == pytest.approx([0.5, 0.5])
     assert at(0, wait_work=0.25) == pytest.approx(0.5 * share)
@@ -236,7 +238,7 @@ def test_what_comes_from_another_stage_begins_an_action_and_is_taken_for_much_wo
         """What the rank does behind the message, and behind the call."""
         program = replace(compiled(MODEL, pl.Plan(dp=2, pp=2)), codes=[[send], list(code)])
         times = time(program, slow)
-        left, calls = [0.0, *times.left[1]], times.calls[1]
+        left, calls = [0.0, *times.ranks[1].left], times.ranks[1].calls
         places = (code.index(receive), code.index(arrived)), (0, code.index(wait(gathered)))
         return [left[at + 1] - max(left[at], calls[call][1]) for call, at in places]
 
@@ -268,8 +270,8 @@ def lasting(times: Times, program: Program, lane: str) -> set[float]:
     """How long a lane's calls take on any rank."""
     return {
         round(end - start, 9)
-        for code, calls in zip(program.codes, times.calls, strict=True)
-        for position, (start, end) in calls.items()
+        for code, rank in zip(program.codes, times.ranks, strict=True)
+        for position, (start, end) in rank.calls.items()
         if code[position].lane == lane
     }
 
@@ -291,8 +293,8 @@ def test_each_pipeline_rank_has_the_level_of_its_own_groups(seconds):
     program = compiled(MODEL, pl.Plan(pp=2, dp=3))
     times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=4))
     first, second_ = (
-        {round(end - start, 9) for at, (start, end) in calls.items() if code[at].lane == "dp"}
-        for code, calls in zip(program.codes, times.calls, strict=True)
+        {round(end - start, 9) for at, (start, end) in rank.calls.items() if code[at].lane == "dp"}
+        for code, rank in zip(program.codes, times.ranks, strict=True)
     )
     # Four messages on one node; of two nodes' four, two go from one to the other.
     assert (first, second_) == ({2.0}, {15.0})
@@ -339,8 +341,8 @@ def test_a_job_begins_when_its_lane_is_free_and_what_it_needs_is_there():
     there: dict[tuple, float] = {}
     lanes: dict[str, float] = {}
     for position, ins in enumerate(program.codes[0]):
-        if position in times.calls[0]:
-            start, until = times.calls[0][position]
+        if position in times.ranks[0].calls:
+            start, until = times.ranks[0].calls[position]
             needed = [there.get(v, 0.0) for v in ins.reads]
             assert start >= max([lanes.get(ins.lane, 0.0), *needed])
             lanes[ins.lane] = until

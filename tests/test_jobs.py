@@ -74,10 +74,10 @@ def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(
     """A prediction's boxes and edges are those that a run's recorder writes down."""
     program = compiled(MODEL, pl.Plan(dp=2, zero_stage=stage, offload="cpu"), optimizer="adamw")
     times = walked(program, Costs(program, pl.Cluster.preset("dgx-a100")))
-    jobs, over = times.predecessors[0], set()
-    for position in sorted({*jobs, *times.waits[0]}):
+    jobs, over = times.ranks[0].predecessors, set()
+    for position in sorted({*jobs, *times.ranks[0].waits}):
         assert not over.intersection(jobs.get(position, ()))
-        call, _ = times.waits[0].get(position, (None, None))
+        call, _ = times.ranks[0].waits.get(position, (None, None))
         rest = [call] if call in jobs else []
         assert not over.intersection(rest)
         while rest:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab import cli
-from paralab.interpret.folding import Fold, Line, fold
+from paralab.interpret.folding import NUMBER, Fold, Line, fold
 from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, FORWARD, MESSAGES, WAIT
@@ -43,10 +43,18 @@ def unfolded(items) -> list[tuple[str, int]]:
     for item in items:
         if isinstance(item, Fold):
             for times in range(item.count):
-                found += unfolded(item.repeated(times))
+                found += unfolded([moved(line, item.moves, times) for line in item.body])
         else:
             found.append(item.text)
     return found
+
+
+def moved(item, moves, times):
+    """The counterpart of a line or a fold, ``times`` repetitions later."""
+    if isinstance(item, Fold):
+        first, last = ([moved(one, moves, times) for one in of] for of in (item.body, item.last))
+        return Fold(first, last, item.count, item.moves)
+    return Line(NUMBER.sub(lambda n: n[1] + str(int(n[2]) + times * moves.get(n[1], 0)), item.text))
 
 
 # ---- a program to read ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from paralab.interpret.spans import Span, spans
 from paralab.interpret.time import Times
 from paralab.interpret.traffic import Calls, Member
 from paralab.model.ops import Call
-from paralab.programs.instructions import Instr
 from paralab.programs.tiers import Moved, kind_of, moved
 
 WAITING: Span = ("wait", -1, 0, 0)
@@ -52,94 +51,75 @@ def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
     """The boxes of a rank in one step of an unfolded program. The ranks of a pipeline rank differ
     only where a shard is empty, so that its rank makes no call, and in who is the root of a reduce.
     """
-    return _Writer(times, member, calls).made
+    program, pp, compute = calls.program, member.at.pp, _Compute()
+    code, rank, made, since = times.lists[pp], times.ranks[pp], compute.made, 0.0
+    left, waits, begun = rank.left, rank.waits, rank.calls
+    number_of: dict[int, int] = {}  # {position of a call or a job: number of its box}
+    columns = spans(program, [ins for ins, _ in code]), [0.0, *left], left, code
+    for at, (span, entered, ended, (ins, cost)) in enumerate(zip(*columns, strict=False)):
+        compute.move(span, since)  # since: when the next box begins
+        kind = type(cost)
+        if kind is Compute:
+            since = ended
+        elif kind is Awaited:
+            if at in waits:
+                position, over = waits[at]
+                summed = getattr(code[position][1], "summed", 0.0)
+                until = max(entered, over)
+                since = until + summed
+                if position in number_of:
+                    call = made[number_of[position]].call
+                    if summed and 0 <= call.root != member.group(call.axis).index(member.rank):
+                        until, summed = since, 0.0  # the root adds up, the others wait for it
+                    compute.add(WAITING, entered, until, (number_of[position],))
+                    if summed:
+                        compute.add(ADDING, until, since)
+        elif kind is Job:
+            after = (*compute.cut(entered), *(number_of[job] for job in rank.predecessors[at]))
+            what = kind_of(ins)
+            copied = moved(program, ins, pp) if what == "copy" else None
+            number_of[at] = len(made)
+            made.append(Box(ins.lane, (what, -1, 0, 0), *begun[at], after, moved=copied))
+        else:
+            for call in calls.of(pp, ins, member.index):
+                after = compute.cut(entered + cost.packed)
+                axis = "pp" if call.axis == "ends" else call.axis
+                number_of[at] = len(made)
+                made.append(Box(f"comm:{axis}", CALLING, *begun[at], after, call))
+    compute.move(None, left[-1])
+    before = (compute.last - len(made),)  # last box of the step before, for the first calls
+    return [b._replace(after=before + b.after[1:]) if b.after[:1] == (-1,) else b for b in made]
 
 
-class _Writer:
-    """The boxes so far, and the open part of one.
+class _Compute:
+    """The compute lane, and the boxes of all lanes so far.
 
     span, began  of the open box: its span, or None if no box is open, and when this part began
-    last         number of the last box on the compute lane
-    number_of    {position of a call or a job: number of its box}
+    last         number of the last box on this lane
     """
 
-    def __init__(self, times: Times, member: Member, calls: Calls) -> None:
-        program, pp, index = calls.program, member.at.pp, member.index
-        self.program, self.member, self.pp = program, member, pp
+    def __init__(self) -> None:
         self.made: list[Box] = []
         self.span: Span | None = None
         self.began, self.last = 0.0, -1
-        self.number_of: dict[int, int] = {}
-        code, left, begun = times.lists[pp], times.left[pp], times.calls[pp]
-        span_of, entered = spans(program, [ins for ins, _ in code]), [0.0, *left]
-        waits, since = times.waits[pp], 0.0  # since: when the next box begins
-        for position, (ins, cost) in enumerate(code):
-            self.move(span_of[position], since)
-            kind = type(cost)
-            if kind is Compute:
-                since = left[position]
-            elif kind is Awaited:
-                if position in waits:
-                    call, end = waits[position]
-                    until = max(entered[position], end)
-                    summed = getattr(code[call][1], "summed", 0.0)
-                    if call in self.number_of:
-                        self.wait(entered[position], until, self.number_of[call], summed)
-                    since = until + summed
-            elif kind is Job:
-                earlier = times.predecessors[pp][position]
-                self.job(position, ins, entered[position], begun[position], earlier)
-            else:
-                for call in calls.of(pp, ins, index):
-                    launched = entered[position] + cost.packed
-                    self.number_of[position] = self.begin(call, launched, begun[position])
-        self.move(None, left[-1] if left else 0.0)
-        before = (self.last - len(self.made),)  # last box of the step before, for the first calls
-        for number, box in enumerate(self.made):
-            if box.after[:1] == (-1,):
-                self.made[number] = box._replace(after=before + box.after[1:])
 
-    # ---- the compute lane ------------------------------------------------------------------------
     def move(self, span: Span | None, now: float) -> None:
         """The rank comes to an instruction with this span: open its box, if it is another one."""
         if span != self.span:
             self.cut(now)
             self.span, self.began = span, now
 
-    def cut(self, now: float) -> tuple[int, ...]:
+    def cut(self, now: float) -> tuple[int]:
         """End the open part and begin a new one. Returns (number of the lane's last box,)."""
         if self.span is not None:
-            self.last = self.add(Box("compute", self.span, self.began, now))
+            self.last = len(self.made)
+            self.made.append(Box("compute", self.span, self.began, now))
             self.began = now
         return (self.last,)
 
-    def add(self, box: Box) -> int:
-        self.made.append(box)
-        return len(self.made) - 1
-
-    def wait(self, start: float, end: float, number: int, summed: float) -> None:
-        """The wait for the call or job in box ``number``, and the sum of what was received."""
-        call, member = self.made[number].call, self.member
-        if summed and call.root >= 0 and member.group(call.axis)[call.root] != member.rank:
-            end, summed = end + summed, 0.0  # the root adds up, the others wait for it
+    def add(self, span: Span, start: float, end: float, after: tuple[int, ...] = ()) -> None:
+        """A box between two parts of the open one."""
         self.cut(start)
-        self.last = self.add(Box("compute", WAITING, start, end, (number,)))
+        self.last = len(self.made)
+        self.made.append(Box("compute", span, start, end, after))
         self.began = end
-        if summed:
-            self.cut(end)
-            self.last = self.add(Box("compute", ADDING, end, end + summed))
-            self.began = end + summed
-
-    # ---- other lanes -----------------------------------------------------------------------------
-    def begin(self, call: Call, now: float, begun: tuple[float, float]) -> int:
-        after, axis = self.cut(now), "pp" if call.axis == "ends" else call.axis
-        return self.add(Box(f"comm:{axis}", CALLING, *begun, after, call))
-
-    def job(
-        self, position: int, ins: Instr, now: float, begun: tuple[float, float], earlier: list[int]
-    ) -> None:
-        after = (*self.cut(now), *(self.number_of[other] for other in earlier))
-        kind = kind_of(ins)
-        copied = moved(self.program, ins, self.pp) if kind == "copy" else None
-        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=copied)
-        self.number_of[position] = self.add(box)

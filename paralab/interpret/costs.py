@@ -17,7 +17,7 @@ Each kind of instruction is worked out once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.interpret import resumed
 from paralab.interpret.traffic import Calls, Member, alike
@@ -66,21 +66,18 @@ class Compute(NamedTuple):
 class Posted(NamedTuple):
     """A call of a group of ranks.
 
-    lane     of the group
+    lane     of the group; of a message (the pipeline rank that sends it, the one that receives it)
     seconds  on that lane, once all members have launched the call
     members  how many pipeline ranks make the call together; 0: it stays within one
-    peer     pipeline rank at the other end of a message, else -1; ``sends``: to it, not from it
     packed   seconds on the rank's own lane before the call, to pack what is sent
     summed   seconds after the wait, to add up what was received; ``unpacked``: to unpack it;
              ``slower``: how much longer a long stretch of work takes there, see resumed.py
     other    another member adds up, and the rank whose costs these are is idle meanwhile
     """
 
-    lane: str
+    lane: Any
     seconds: float
     members: int = 0
-    peer: int = -1
-    sends: bool = False
     packed: float = 0.0
     summed: float = 0.0
     unpacked: float = 0.0
@@ -214,8 +211,8 @@ class Costs:
         if op in POINT_TO_POINT:
             _, took = self.cluster.call("send", call.payload, self.reach(pp, lane, root))
             if op == "send":  # its wait is over long before: the rank goes on at full speed
-                return Posted(lane, took, peer=root, sends=True)
-            return Posted(lane, took, peer=root, slower=slower)
+                return Posted((pp, root), took, 2)
+            return Posted((root, pp), took, 2, slower=slower)
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)

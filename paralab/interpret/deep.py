@@ -170,13 +170,11 @@ class Deep:
         }
         actions = chain.from_iterable(body for key, body in timed.items() if key != END)
         begun = costs_of_calls(actions)
-        work: dict[Any, list[float]] = {}  # behind each instruction, up to the next wait
-        if last:
-            calls = begun | costs_of_calls(timed[END])
-            _, of_end = work_until_wait(self.cluster, timed[END], calls)
-            for key, body in timed.items():
-                after = of_end if key == last else inf
-                work[key], _ = work_until_wait(self.cluster, body, calls, after)
+        calls, work = begun | costs_of_calls(timed[END]), {}  # work behind each instruction
+        _, of_end = work_until_wait(self.cluster, timed[END], calls)
+        for key, body in timed.items():
+            after = of_end if key == last else inf
+            work[key], _ = work_until_wait(self.cluster, body, calls, after)
         awaited: dict[int, Cost] = {}
         bodies: dict[Any, Times] = {}  # equal runs, in whatever micro-batch, are timed once
         shape: dict[Any, list[Item]] = {key: [] for key in code_of}
@@ -192,7 +190,7 @@ class Deep:
             for run in _runs(code_of[key]):
                 ins, cost = timed[key][position]
                 position += len(run)
-                after = work[key][position - 1] if work else inf
+                after = work[key][position - 1]
                 if ins.op == WAIT and ins.at == SEND:
                     to = (ins.peer - like) % self.plan.pp
                     items.append(Item(walk.WAIT, 0, to))
@@ -209,7 +207,7 @@ class Deep:
                         bodies[body] = walked(alone, self.costs, after)
                     ins, cost = Instr(CALL), bodies[body]
                 call = begun[ins.reads] if ins.op == WAIT else None
-                item = walk.item(pp, ins, cost, call, share(self.cluster, after))
+                item = walk.item(ins, cost, call, share(self.cluster, after))
                 at = add(ins, cost, item.takes)
                 if call:
                     awaited[at] = call

@@ -182,8 +182,8 @@ def _inline(items: Sequence[Item]) -> str:
     texts = []
     for item in items:
         if isinstance(item, Fold):
-            end = item.repeated(item.count - 1)[-1]
-            texts.append(f"{_inline(item.body)} … {_inline([end])} (× {item.count} {item.what})")
+            end = _inline(item.last[-1:])
+            texts.append(f"{_inline(item.body)} … {end} (× {item.count} {item.what})")
         else:
             texts.append(item.text)
     return ", ".join(texts)

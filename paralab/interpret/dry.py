@@ -35,7 +35,7 @@ class _Numbers(Costs):
         return 1.0
 
     def posted(self, pp: int, call: Call) -> Posted:
-        return super().posted(pp, call)._replace(seconds=0.0, members=0, peer=-1)
+        return super().posted(pp, call)._replace(seconds=0.0, members=0)
 
     def _job(self, pp: int, ins: Instr) -> float:
         return 0.0

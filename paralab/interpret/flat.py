@@ -65,9 +65,7 @@ class Into:
 
     def _place(self, local: str) -> tuple[Tensor, bool]:
         name = self.names[local]
-        for flat in self.flats:
-            if name in flat.views:
-                break
+        flat = next(flat for flat in self.flats if name in flat.views)
         first = name in flat.fresh
         flat.fresh.discard(name)
         return flat.views[name], first

@@ -43,15 +43,6 @@ class Line:
         """(kind, value) of every number, in order."""
         return [(kind, int(value)) for kind, value in NUMBER.findall(self.text)]
 
-    @property
-    def lines(self) -> Iterator[Line]:
-        yield self
-
-    def moved(self, moves: Moves, times: int) -> Line:
-        """The counterpart of this line, ``times`` repetitions later."""
-        text = self._with(lambda kind, value: str(value + times * moves.get(kind, 0)))
-        return Line(text, self.position)
-
     def lettered(self, letters: dict[str, tuple[str, int]]) -> str:
         """The text with "i+1" in place of a number. letters: {kind: (letter, its value)}."""
 
@@ -69,11 +60,12 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """``count`` stretches of lines, of which ``body`` is the first; ``moves``: by how much each
-    kind of number changes from one to the next.
+    """``count`` stretches of lines, from ``body`` to ``last``; ``moves``: by how much each kind of
+    number changes from one to the next.
     """
 
     body: list[Line | Fold]
+    last: list[Line | Fold]
     count: int
     moves: Moves
 
@@ -90,11 +82,6 @@ class Fold:
         return [number for item in self.body for number in item.numbers]
 
     @property
-    def lines(self) -> Iterator[Line]:
-        """The lines of the first stretch."""
-        return (line for item in self.body for line in item.lines)
-
-    @property
     def position(self) -> int:
         return self.body[0].position
 
@@ -108,7 +95,9 @@ class Fold:
         """{kind: (letter, value in the first stretch)} of the numbers that change: the value of the
         first compute, if there is any, so that a gather for the next block is of "blocks.i+1".
         """
-        lines = sorted(self.lines, key=lambda line: line.text.partition("\t")[0] not in COMPUTE)
+        lines = sorted(
+            _lines(self.body), key=lambda line: line.text.partition("\t")[0] not in COMPUTE
+        )
         first = dict(reversed([number for line in lines for number in line.numbers]))
         return {kind: (KINDS[kind][0], first[kind]) for kind, step in self.moves.items() if step}
 
@@ -130,13 +119,6 @@ class Fold:
             texts.append(f"{letter} = {base}{second} … {base + step * (self.count - 1)}")
         return ", ".join(texts)
 
-    def moved(self, moves: Moves, times: int) -> Fold:
-        return Fold([item.moved(moves, times) for item in self.body], self.count, self.moves)
-
-    def repeated(self, times: int) -> list[Item]:
-        """The stretch ``times`` repetitions after the first."""
-        return [item.moved(self.moves, times) for item in self.body]
-
 
 Item = Line | Fold
 
@@ -151,6 +133,12 @@ def fold(lines: Sequence[Line], *, worth: int = WORTH) -> list[Item]:
     return items
 
 
+def _lines(items: Sequence[Item]) -> Iterator[Line]:
+    """All lines, of a fold those of its first stretch."""
+    for item in items:
+        yield from _lines(item.body) if isinstance(item, Fold) else [item]
+
+
 def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
     """Fold the stretches of one length, from left to right."""
     at = 0
@@ -160,7 +148,7 @@ def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
             end += length
         count, body = (end - at) // length, items[at : at + length]
         if count > 1 and (count - 1) * sum(item.length for item in body) > worth:
-            yield Fold(body, count, moves)
+            yield Fold(body, items[end - length : end], count, moves)
             at = end
         else:
             yield items[at]

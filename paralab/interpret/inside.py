@@ -31,9 +31,7 @@ class Inside(NamedTuple):
     most: tuple[int, int] = (0, 0)
 
 
-class Moment(NamedTuple):
-    activations: int
-    workspace: int
+Moments = Iterator[tuple[int, int]]  # bytes of activations and workspace, at the begin first
 
 
 class Insides:
@@ -52,37 +50,38 @@ class Insides:
         inside = self._known.get(key)
         if inside is None:
             if forward:
-                moments = list(self._forward(*at, keep=keeps(ins)))
+                begin, *walk = self._forward(*at, keep=keeps(ins))
             elif ins.op == BACKWARD_WEIGHT:
-                moments = list(self._weight(*at))
+                begin, *walk = self._weight(*at)
             else:
-                moments = list(self._backward(*at, shared, split=ins.op == BACKWARD_INPUT))
-            activations, workspace = max(moments, key=sum)
-            most = max(m.activations for m in moments), max(m.workspace for m in moments)
-            inside = self._known[key] = Inside(activations, workspace, 0, most)
+                begin, *walk = self._backward(*at, shared, split=ins.op == BACKWARD_INPUT)
+            moments = [(held - begin[0], work - begin[1]) for held, work in walk]
+            most = tuple(map(max, zip(*moments, strict=True)))
+            inside = self._known[key] = Inside(*max(moments, key=sum), most=most)
         return inside
 
-    def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
+    def _forward(self, i: int, j: int, *, keep: bool) -> Moments:
         ops, sharing = self.model.ops, self.sharing
         state = list(sharing.state("x", i)) if i else []
         there = dict(state)  # alive from before the instruction to its end
         kept: dict[Name, int] = {}  # storages that other values may share
         own = 0  # bytes kept in storages that no other value shares
         targets = ops[-1].targets * (j == len(ops))  # there before the loss, which keeps them
+        yield 0, 0
         for at in range(i, j):
             op, out = ops[at], sharing.last("x", at + 1)
             new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
             grown = own + _bytes(kept, without=(there,))
             scratch = op.temporaries("forward", self._received) + targets * (op is not ops[-1])
-            yield Moment(grown, new + op.keeps + scratch)
+            yield grown, new + op.keeps + scratch
             if keep:
                 own += op.keeps
                 kept.update(sharing.kept(at))
             state = [out] if op.joins else [*(state if op.forks else state[:-1]), out]
         grown = own + _bytes(kept, without=(there,))
-        yield Moment(grown, _bytes(dict(state), without=(there, kept)))
+        yield grown, _bytes(dict(state), without=(there, kept))
 
-    def _backward(self, i: int, j: int, stays: frozenset[Name], *, split: bool) -> Iterator[Moment]:
+    def _backward(self, i: int, j: int, stays: frozenset[Name], *, split: bool) -> Moments:
         ops, sharing, n = self.model.ops, self.sharing, len(self.model.ops)
 
         def freed(held: Iterable[tuple[Name, int]]) -> dict[Name, int]:
@@ -93,7 +92,7 @@ class Insides:
         kept = [freed(sharing.kept(at)) for at in range(i, j)]
         saved = {name: size for of_op in kept for name, size in of_op.items()}
         grads = freed(sharing.state("g", j)) if j < n else {}
-        begin = Moment(own + _bytes(saved), _bytes(grads))
+        yield own + _bytes(saved), _bytes(grads)
         deferred: dict[Name, int] = {}  # until the weight half of its op
         deferred_new = deferred_kept = 0  # made by the input half; saved by forward
         for at in reversed(range(i, j)):
@@ -107,7 +106,7 @@ class Insides:
             result, _ = sharing.last("x", at + 1)
             freed_first = op.frees_result * (result in kept[at - i] and result not in deferred)
             held = own + deferred_kept + _bytes(names) - freed_first
-            yield _since(begin, held, work + fresh + scratch)
+            yield held, work + fresh + scratch
             own -= op.keeps
             mine, grads = freed(sharing.deferred(at)), into
             if split:
@@ -119,11 +118,11 @@ class Insides:
             names |= {name: size for name, size in mine.items() if name in saved}
             scratch = op.temporaries("weight", self._received) + fresh - op.defers_kept
             work = _bytes({**grads, **mine}, without=(names,))
-            yield _since(begin, own + op.defers_kept + _bytes(names), work + scratch)
+            yield own + op.defers_kept + _bytes(names), work + scratch
         deferred_new += deferred_kept  # what is deferred is an activation once the halves are apart
-        yield _since(begin, deferred_new + _bytes(deferred), _bytes(grads, without=(deferred,)))
+        yield deferred_new + _bytes(deferred), _bytes(grads, without=(deferred,))
 
-    def _weight(self, i: int, j: int) -> Iterator[Moment]:
+    def _weight(self, i: int, j: int) -> Moments:
         """The op deferred last comes first; each frees what it deferred once it has used it."""
         ops, sharing = self.model.ops, self.sharing
         left = [(dict(sharing.deferred(at)), ops[at].deferred) for at in range(i, j)]
@@ -132,9 +131,9 @@ class Insides:
             names = {name: size for deferred, _ in left for name, size in deferred.items()}
             return _bytes(names) + sum(fresh for _, fresh in left)
 
-        begin = size()
+        yield size(), 0
         for at in reversed(range(i, j)):
-            yield Moment(size() - begin, ops[at].temporaries("weight", self._received, alone=True))
+            yield size(), ops[at].temporaries("weight", self._received, alone=True)
             left.pop()
 
     def _received(self, call: Call) -> int:
@@ -154,7 +153,3 @@ insides = lru_cache(maxsize=64)(Insides)  # the same for all ranks of a program
 
 def _bytes(names: dict[Name, int], *, without: Iterable[dict[Name, int]] = ()) -> int:
     return sum(size for name, size in names.items() if not any(name in held for held in without))
-
-
-def _since(begin: Moment, activations: int, workspace: int) -> Moment:
-    return Moment(activations - begin.activations, workspace - begin.workspace)

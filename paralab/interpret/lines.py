@@ -26,6 +26,7 @@ from paralab.theory.order import CODE
 from paralab.theory.traffic import BOOKKEEPING
 
 SHORT = 1e-9  # as a share of the step; anything shorter is rounding error
+WORKS = COMPUTE | {CALL}
 # A `Call`, or a copy between tiers as (lane, op, category, bytes); and the seconds it takes.
 Transfer = tuple[Any, float]
 
@@ -40,12 +41,6 @@ class Actions(NamedTuple):
     microbatch: np.ndarray
     first: np.ndarray
     last: np.ndarray
-
-    @property
-    def since(self) -> int:
-        """Where the earliest of the last actions begins; each stage has a last one per letter."""
-        _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
-        return int(self.first[::-1][at].min())
 
 
 class Box(NamedTuple):
@@ -69,6 +64,8 @@ class Table:
                Both hold of every CALL: posting a call that an op makes itself is work, too
     summed     for a WAIT: seconds to add up what a reduction received
     flight     1 for a call, bookkeeping left out; 2 for a copy between tiers; else 0
+    lane       (lane of the timeline, kind of box), or None where nothing is drawn, as for calls of
+               tensor parallelism and messages between stages
     seconds    for a composite CALL: how long it takes. Of this, in seconds: ``idle``, the rank is
                idle; ``copied``, it adds up and copies; ``inner``, calls of its own are in flight;
                ``hidden``, they are in flight while the rank computes
@@ -82,40 +79,27 @@ class Table:
         self, code: Sequence[tuple[Instr, Cost | Times]], awaited: Mapping[int, Cost]
     ) -> None:
         """awaited: {index of a WAIT: cost of the call that it waits for}."""
-        self.code = code
-        calls = np.array([ins.op == CALL for ins, _ in code], bool)
-        self.computes = calls | np.array([type(cost) is Compute for _, cost in code], bool)
-        self.works = calls | np.array([ins.op in COMPUTE for ins, _ in code], bool)
-        self.flight = np.array([self._flight(*pair) for pair in code], int)
-        self.summed = np.zeros(len(code))
-        composite = np.zeros((5, len(code)))
+        self.code, k = code, len(code)
+        self.lane: list[tuple[str, str] | None] = [None] * k
+        self.flight, self.summed, composite = np.zeros(k, int), np.zeros(k), np.zeros((5, k))
         self.seconds, self.idle, self.copied, self.inner, self.hidden = composite
-        for at, (_, cost) in enumerate(code):
+        self.works = np.array([ins.op in WORKS for ins, _ in code], bool)
+        self.computes = self.works | np.array([type(cost) is Compute for _, cost in code], bool)
+        for at, (ins, cost) in enumerate(code):
             if type(cost) is Times:
-                composite[:, at] = cost.seconds, *Line.of(cost, -1).as_composite
+                line = Line.of(cost, -1)
+                inside = overlap(line.in_flight[0], *line.work)
+                composite[:, at] = cost.seconds, line.idled.sum(), line.copies.sum(), *inside
+            elif type(cost) is Job:
+                self.flight[at] = 2 * (ins.lane in COPY_LANES)
+                self.lane[at] = ins.lane, kind_of(ins)
+            elif type(cost) is Posted:
+                self.flight[at] = ins.phase not in BOOKKEEPING
+                if not ins.lane.startswith("tp") and ins.op not in MESSAGES:
+                    self.lane[at] = f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
         for at, cost in awaited.items():
             if type(cost) is Posted:  # where another member adds up, the rank is idle for it
                 (self.idle if cost.other else self.summed)[at] = cost.summed
-
-    @cached_property
-    def lane(self) -> list[tuple[str, str] | None]:
-        """Per instruction (lane of the timeline, kind of box), or None where nothing is drawn."""
-        return [self._lane(*pair) for pair in self.code]
-
-    @staticmethod
-    def _lane(ins: Instr, cost: Cost | Times) -> tuple[str, str] | None:
-        """Calls of tensor parallelism and messages between stages are not drawn."""
-        if type(cost) is Job:
-            return ins.lane, kind_of(ins)
-        if type(cost) is not Posted or ins.lane.startswith("tp") or ins.op in MESSAGES:
-            return None
-        return f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
-
-    @staticmethod
-    def _flight(ins: Instr, cost: Cost | Times) -> int:
-        if type(cost) is Job:
-            return 2 * (ins.lane in COPY_LANES)
-        return int(type(cost) is Posted and ins.phase not in BOOKKEEPING)
 
 
 @dataclass(eq=False)
@@ -155,9 +139,8 @@ class Line:
     @classmethod
     def of(cls, times: Times, pp: int, actions: Actions | None = None) -> Line:
         """The line of a rank that walk.py has timed; each instruction has an index of its own."""
-        code, left, waits, calls = (
-            by_rank[pp] for by_rank in (times.lists, times.left, times.waits, times.calls)
-        )
+        code, rank = times.lists[pp], times.ranks[pp]
+        left, waits, calls = rank.left, rank.waits, rank.calls
         table = Table(code, {at: code[call][1] for at, (call, _) in waits.items()})
         over = np.full(len(code), -1.0)
         for at, (_, end) in waits.items():
@@ -168,10 +151,6 @@ class Line:
             actions = Actions(*np.zeros((3, 1), int), works[:1], works[-1:])
         return cls(pp, table, np.arange(len(code)), np.array(left), over, *in_flight, actions)
 
-    @property
-    def end(self) -> float:
-        return float(self.left[-1]) if len(self.left) else 0.0
-
     @cached_property
     def begins(self) -> np.ndarray:
         """When the box of an instruction begins, if it has one: where the last compute or wait
@@ -180,11 +159,6 @@ class Line:
         ends = np.where(self.computes, self.left, 0.0)
         ends = np.where(self.waits, self.over + self.idle + self.summed, ends)
         return np.r_[0.0, np.maximum.accumulate(ends)[:-1]]
-
-    @property
-    def as_composite(self) -> tuple[float, ...]:
-        """`Table.idle`, ``copied``, ``inner``, ``hidden`` of a CALL that stands for this list."""
-        return (self.idled.sum(), self.copies.sum(), *overlap(self.in_flight[0], *self.work))
 
     # ---- compute ---------------------------------------------------------------------------------
     @property
@@ -199,7 +173,7 @@ class Line:
         idled, copies = (np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies))
         start, end = self.begins[first], self.left[last]
         cost = end - start - idled[last + 1] + idled[first]
-        after = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
+        after = np.append(copies[first[1:]] - copies[last[:-1] + 1], 0.0)
         return start, end, cost, copies[last + 1] - copies[first], after
 
     @cached_property
@@ -242,17 +216,21 @@ class Line:
             elif end - start > short:
                 boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
-        for at in range(int(self.actions.last.max()) + 1, len(self.left)):
+        for at in range(self.actions.last.max() + 1, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
             if type(cost) is Compute:
                 kind = KINDS.get(ins.op, "copy")
                 add(kind, float(self.begins[at]), float(self.left[at]))
             elif self.summed[at] > 0.0:
                 add("copy", float(self.over[at]), float(self.over[at] + self.summed[at]))
+        actions = self.actions
+        alike = actions.stage * len(CODE) + actions.letter
+        _, last = np.unique(alike[::-1], return_index=True)  # of each stage, one per letter
+        since = actions.first[::-1][last].min()
         drawn = np.array([lane is not None for lane in self.table.lane], bool)
         host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        chosen = drawn[symbols] & (host[symbols] | (self.calls >= self.actions.since))
+        chosen = drawn[symbols] & (host[symbols] | (self.calls >= since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
@@ -278,13 +256,12 @@ class Line:
         """
         calls, jobs = self.in_flight
         moved = overlap(calls, *self.work)
+        # Composites have calls of their own, which count where no others are in flight.
         composite = self.table.seconds[self.symbol] > 0.0
-        if composite.any():  # their own calls, but for the time in which others are in flight
-            symbol, end = self.symbol[composite], self.left[composite]
-            own = self.table.inner[symbol], self.table.hidden[symbol]
-            _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
-            moved = moved + np.sum(own, 1) - twice
-        return np.r_[moved, overlap(jobs, *self.work) if len(jobs) else np.zeros(2)]
+        symbol, end = self.symbol[composite], self.left[composite]
+        own = self.table.inner[symbol], self.table.hidden[symbol]
+        _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
+        return np.r_[moved + np.sum(own, 1) - twice, overlap(jobs, *self.work)]
 
 
 def transfers(
@@ -342,4 +319,4 @@ class Step(NamedTuple):
     @property
     def ends(self) -> np.ndarray:
         """When each rank's step ends, in seconds."""
-        return np.array([line.end for line in self.lines])
+        return np.array([line.left[-1] for line in self.lines])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,17 @@ from paralab.parallel.lowering import SEND, Lowered
 from paralab.programs import instructions
 from paralab.programs.fold import END, FEW, LIKE_ALL
 from paralab.programs.instructions import RECEIVE
-from paralab.theory.order import CODE, B, F
+from paralab.theory.order import CODE, F
 
 # The WAITs of messages: for a SEND between actions, for a RECEIVE inside the action that needs it.
 SENT, ARRIVAL = "SENT", "ARRIVAL"
 MESSAGE_OPS = (instructions.SEND, RECEIVE, SENT, ARRIVAL)
-# Names of an item until `Lists` knows the message: RECEIVED stands for the message itself, LEFT for
-# the rank that it is sent to, and a WAIT between actions is named by the distance of that rank.
-RECEIVED, LEFT = -1, -2
+# What a piece is, as a number: 0 to 3 the letters of an action, as in `CODE`; then a SEND of an
+# activation, a SEND of a gradient, a RECEIVE of an activation, a RECEIVE of a gradient; `END`.
+SENDS = (SEND, SEND + 1)
+# Name of a RECEIVE and its WAIT, until `Lists` knows which message it is. A SEND and its WAIT are
+# named by how far away the other rank is, because at most one message to each rank is in flight.
+RECEIVED = -1
 
 Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # per action of a kind of rank, and END, its items
 
@@ -49,54 +53,55 @@ class Lists:
     actions    per rank the rows letter, chunk, number among the FEW micro-batches, micro-batch and
                first instruction, with a column per action
     sizes      of the ranks' tables
+    items, at  the `Item`s of all pieces, and the index of each instruction among them
     """
 
     def __init__(
         self, rows: Lowered, m: int, v: int, shapes: Sequence[Shape], kinds: Sequence[int]
     ) -> None:
+        # The pieces of all kinds of ranks, of each kind ``each``, one kind after the other.
+        pp = len(kinds)
+        pieces = [piece for shape in shapes for piece in _pieces(shape, v, pp)]
+        each, length = len(pieces) // len(shapes), np.array([len(piece) for piece in pieces])
+        self.items = list(chain(*pieces))
+        columns, names, lanes = _columns(self.items, pp)
+        of_kinds = [chain(*(items for _, items in shape)) for shape in shapes]
+        highest = [max(max(item.takes, item.before or 0) for item in items) for items in of_kinds]
+        self.sizes = 1 + np.array(highest)[list(kinds)]
+
         # Expand every step of the schedule into the instructions of its piece.
-        pp, pieces = len(kinds), _Pieces(shapes, len(kinds), v)
         ranks, ends = np.repeat(np.arange(pp), np.diff(rows.first)), rows.first[1:]
-        number = pieces.number(rows, ranks, m)
-        piece = np.insert(number, ends, pieces.each - 1)  # each list has its END
+        piece = np.insert(_numbers(rows, ranks, m, v), ends, each - 1)  # each list has its END
         steps = np.insert(np.arange(len(ranks)), ends, 0)
         ranks = np.insert(ranks, ends, np.arange(pp))
-        piece += np.array(kinds)[ranks] * pieces.each
-        size = pieces.size[piece]
+        what, chunk, few = piece // (FEW * v), piece // FEW % v, piece % FEW
+        piece += np.array(kinds)[ranks] * each
+        size, first_item = length[piece], np.cumsum(length) - length
         begin = np.cumsum(size) - size
-        at = np.repeat(pieces.begin[piece] - begin, size) + np.arange(size.sum())
+        self.at = np.repeat(first_item[piece] - begin, size) + np.arange(size.sum())
         self.rank, step = np.repeat(ranks, size), np.repeat(steps, size)
         self.first = np.searchsorted(self.rank, np.arange(pp + 1))
-        self.op, self.takes, self.before, self.members, name, lane = pieces.columns[:, at]
-        self.lane, self.sizes = self.rank * pieces.lanes + lane, pieces.tables[list(kinds)]
-        self._items = pieces.items, at
+        self.op, self.takes, self.before, self.members, name, lane = columns[:, self.at]
+        self.lane = self.rank * lanes + lane
+        action = np.flatnonzero(what < SEND)
+        fields = np.stack([what, chunk, few, rows.microbatch[steps], begin - self.first[ranks]])
+        self.actions = [fields[:, action[ranks[action] == r]] for r in range(pp)]
 
-        # A RECEIVE is named by its message. A SEND is named by the rank that it is sent to, because
-        # at most one message to each rank is in flight.
-        calls, into, out = self.op == CALL, name == RECEIVED, name == LEFT
-        back = np.where(rows.kind < SEND, rows.kind != F, rows.what == B)[step]
-        stage = rows.stage[step] + (out & calls) * (1 - 2 * back)
+        # Find both ends of each message, and the call that each WAIT is for.
+        calls, into = self.op == CALL, name == RECEIVED
+        out = calls & np.isin(np.repeat(what, size), SENDS)
+        back = (rows.what != F)[step]
+        stage = rows.stage[step] + out * (1 - 2 * back)
         message = (back * pp * v + stage) * m + rows.microbatch[step]
-        ends = (np.flatnonzero(calls & side) for side in (out, into))
-        self.sends, self.receives = (end[np.argsort(message[end])] for end in ends)
+        self.sends, self.receives = (
+            end[np.argsort(message[end])] for end in map(np.flatnonzero, (out, calls & into))
+        )
         self.met = self._met(np.flatnonzero(calls & (self.members > 0) & ~out & ~into), lane)
-        name = np.where(out, (rows.peer[step] - self.rank) % pp, name) + self.rank * pieces.names
-        name[into] = pp * pieces.names + message[into]
+        name += self.rank * names
+        name[into] = pp * names + message[into]
         self._match(name)
-        sent = (calls & out)[self.of]
+        sent = out[self.of]
         self.takes[self.waits[sent]] = self.takes[self.of[sent]] + message_index(SENT, "x", 0, v)
-
-        action = np.flatnonzero(np.insert(rows.kind < SEND, rows.first[1:], False))
-        fields = np.stack([number // (FEW * v), number // FEW % v, number % FEW, rows.microbatch])
-        fields = np.vstack([fields[:, steps[action]], (begin - self.first[ranks])[action]])
-        self.actions = [fields[:, ranks[action] == r] for r in range(pp)]
-
-    def of_rank(self, r: int, ops: Sequence[int]) -> Iterator[tuple[int, Item]]:
-        """(position, item) of every instruction of a rank's list that is one of these ops."""
-        items, at = self._items
-        mine = np.arange(self.first[r], self.first[r + 1])
-        for position in mine[np.isin(self.op[mine], ops)].tolist():
-            yield position, items[at[position]]
 
     def _match(self, name: np.ndarray) -> None:
         """Set `waits` and `of`: a WAIT is for the latest call or job that has its name."""
@@ -114,72 +119,48 @@ class Lists:
         return list(members.items())
 
 
-class _Pieces:
-    """The pieces of all kinds of ranks: their actions, their messages, and `END`. A message that
-    is sent begins with the WAIT for the one before it to the same rank, if there was one.
-
-    items, columns  the instructions, piece after piece, as `Item`s; and the rows op, takes, before,
-                    members, name and lane
-    begin, size     first instruction and length of each piece; ``each``: pieces of a kind of rank
-    names, lanes    how many there are; the first are the distances of ranks
-    tables          size of the table of each kind
+def _columns(items: Sequence[Item], pp: int) -> tuple[np.ndarray, int, int]:
+    """(rows op, takes, before, members, name and lane, with a column per item; how many names and
+    lanes there are). The first names are the distances of ranks.
     """
+    names: dict[Any, int] = defaultdict(lambda: pp + len(names))
+    lanes: dict[Any, int] = defaultdict(lambda: len(lanes))
 
-    def __init__(self, shapes: Sequence[Shape], pp: int, v: int) -> None:
-        self.v = v
-        kinds = [self._of(dict(shape)) for shape in shapes]
-        pieces = [piece for kind in kinds for piece in kind]
-        self.each, self.size = len(kinds[0]), np.array([len(piece) for piece in pieces])
-        self.begin = np.cumsum(self.size) - self.size
-        self.items = [item for piece in pieces for item in piece]
-        names: dict[Any, int] = defaultdict(lambda: pp + len(names))
-        lanes: dict[Any, int] = defaultdict(lambda: len(lanes))
+    def row(item: Item) -> tuple[int, ...]:
+        name = item.name.writes if item.op == JOB else item.name
+        name = name if isinstance(name, int) else names[name]
+        before = -1 if item.before is None else item.before
+        return item.op, item.takes, before, item.members, name, lanes[item.lane]
 
-        def name(item: Item) -> int:
-            if item.op == WORK or isinstance(item.name, int):
-                return item.name or 0
-            return names[item.name.writes if item.op == JOB else item.name]
+    return np.array(list(map(row, items))).T, pp + len(names), len(lanes)
 
-        def row(item: Item) -> tuple[int, ...]:
-            before = -1 if item.before is None else item.before
-            return item.op, item.takes, before, item.members, name(item), lanes[item.lane]
 
-        self.columns = np.array([row(item) for item in self.items]).T
-        self.names, self.lanes = pp + len(names), len(lanes)
-        most = ([max(i.takes, i.before or 0) for piece in kind for i in piece] for kind in kinds)
-        self.tables = 1 + np.array(list(map(max, most)))
+def _pieces(shape: Shape, v: int, pp: int) -> Iterator[tuple[Item, ...]]:
+    """The pieces of a kind of rank, `FEW` for each action and message, and `END`. Of a SEND the
+    second begins with the WAIT for the one before it to the same rank; the rest are empty.
+    """
+    of, chunks = dict(shape), range(v)
+    for key in product(CODE, chunks, range(FEW)):
+        yield of.get(key, ())
+    for op in (instructions.SEND, RECEIVE):
+        for state, way in (("x", 1), ("g", -1)):
+            name = RECEIVED if op == RECEIVE else way % pp
+            for chunk in chunks:
+                call = Item(CALL, message_index(op, state, chunk, v), name, members=2)
+                yield from [(call,), (Item(WAIT, 0, name), call), *[()] * (FEW - 2)]
+    yield of[END]
 
-    def _of(self, shape: dict[Any, tuple[Item, ...]]) -> list[tuple[Item, ...]]:
-        """The pieces of a kind of rank: actions, receives, each first send to a rank, later sends,
-        `END`.
-        """
-        v, few = range(self.v), range(FEW)
-        actions = [shape.get((kind, chunk, n), ()) for kind in CODE for chunk in v for n in few]
-        receive, send = (
-            [message_index(op, state, chunk, self.v) for state in "xg" for chunk in v]
-            for op in (RECEIVE, instructions.SEND)
-        )
-        into = [Item(CALL, index, RECEIVED, members=2) for index in receive]
-        out = [Item(CALL, index, LEFT, members=2) for index in send]
-        wait = Item(WAIT, 0, LEFT)
-        messages = [(call,) for call in (*into, *out)] + [(wait, call) for call in out]
-        return [*actions, *messages, shape[END]]
 
-    def number(self, rows: Lowered, ranks: np.ndarray, m: int) -> np.ndarray:
-        """Per step of the schedule the number of its piece, among those of its kind of rank."""
-        v, pp = self.v, len(rows.first) - 1
-        chunk, piece = rows.stage // pp, np.empty(len(ranks), int)
-        action = rows.kind < SEND
-        alike = (rows.kind * pp * v + rows.stage)[action]  # equal but for the micro-batch
-        order = np.argsort(alike, kind="stable")
-        turn = np.empty(len(order), int)
-        turn[order] = np.arange(len(order)) - np.searchsorted(alike[order], alike[order])
-        few = np.where(turn == m - 1, FEW - 1, np.minimum(turn, LIKE_ALL))
-        piece[action] = (rows.kind * v + chunk)[action] * FEW + few
-        to = ranks * pp + (rows.peer - ranks) % pp
-        sends = np.flatnonzero(rows.kind == SEND)
-        later = np.ones(len(ranks), int)
-        later[sends[np.unique(to[sends], return_index=True)[1]]] = 0
-        which = np.where(rows.kind == SEND, 1 + later, 0)  # 0 receive, 1 first send, 2 later send
-        message = len(CODE) * v * FEW + (2 * which + (rows.what == B)) * v + chunk
-        return np.where(action, piece, message)
+def _numbers(rows: Lowered, ranks: np.ndarray, m: int, v: int) -> np.ndarray:
+    """Per step of the schedule the number of its piece, among those of its kind of rank:
+    (what it is * v + chunk) * `FEW` + which of the few, in the order of `_pieces`.
+    """
+    pp, action, sends = len(rows.first) - 1, rows.kind < SEND, rows.kind == SEND
+    # Which of those alike it is: of actions that differ in the micro-batch, of sends to a rank.
+    alike = rows.kind * pp * pp * v + np.where(action, rows.stage, ranks * pp + rows.peer)
+    order, turn = np.argsort(alike, kind="stable"), np.empty(len(alike), int)
+    turn[order] = np.arange(len(order)) - np.searchsorted(alike[order], alike[order])
+    few = np.where(turn == m - 1, FEW - 1, np.minimum(turn, LIKE_ALL))
+    few = np.where(action, few, sends & (turn > 0))
+    what = np.where(action, rows.kind, 2 * rows.kind - SEND + (rows.what != F))
+    return (what * v + rows.stage // pp) * FEW + few

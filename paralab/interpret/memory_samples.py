@@ -91,7 +91,7 @@ class Effects:
         taken = dict(samples(behind, tops, leave, actions, self.device))
         end = actions[-1] + 1
         highest = tops[end:, self.device].sum(1).argmax()
-        taken.setdefault((leave[end - 1] + line.end) / 2, tops[end + highest])
+        taken.setdefault((leave[end - 1] + line.left[-1]) / 2, tops[end + highest])
         return sorted(taken.items(), key=lambda sample: sample[0])
 
     def peak(self, symbol: np.ndarray) -> int:

@@ -44,8 +44,8 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE, F, W
 
 TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
-ARROWS = 20_000  # boxes: with more, the picture has no arrows, for no reader follows them
 Rows = dict[str, np.ndarray]
+ARROWS = 20_000  # boxes: with more, the picture has no arrows, for no reader follows them
 
 
 def outline(
@@ -148,17 +148,14 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     )
     pp = np.repeat(np.arange(plan.pp), [len(line.actions.first) for line in step.lines])
     short, forward = SHORT * float(step.ends.max()), letter == F
-    boxes = []
-    for line in step.lines:
-        boxes += line.boxes(short)
+    boxes = [box for line in step.lines for box in line.boxes(short)]
     # The time that an action adds up and copies is drawn as one box: at the end of a forward, and
     # at the beginning of a backward, because the pipeline begins with a forward's compute and ends
     # with a backward's.
-    copied = np.concatenate([np.where(forward, end - copies, start), end])
-    seconds = np.r_[copies, after]
-    for at in np.flatnonzero(seconds > 0).tolist():
-        begin, took = float(copied[at]), float(seconds[at])
-        boxes.append(Box(pp[at % len(pp)], "compute", "copy", begin, begin + took, took))
+    begin, took = np.r_[np.where(forward, end - copies, start), end], np.r_[copies, after]
+    at = np.flatnonzero(took > 0)
+    begin, took = begin[at], took[at]
+    copied = _rows(pp=pp[at % len(pp)], kind="copy", start=begin, end=begin + took, cost=took)
     actions = _rows(
         pp=pp,
         kind=np.array(list(KIND.values()), object)[letter],
@@ -169,8 +166,8 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
         cost=cost - copies,
         after=_sources(plan, stage, letter, microbatch),
     )
-    others = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
-    rows = _joined(actions, _rows(**others))
+    columns = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
+    rows = _joined(actions, _rows(**columns), copied)
     rows = _joined(rows, _gaps(step.ends, rows))
     order = np.lexsort((rows["start"], rows["pp"]))
     rows = {name: column[order] for name, column in rows.items()}
@@ -190,13 +187,13 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
 def _rows(**columns: Any) -> Rows:
     """Rows of boxes; columns that are not given have the values of a wait."""
     usual = {"lane": "compute", "kind": "wait", "stage": 0, "microbatch": -1, "cost": 0.0}
-    count = len(columns["start"])
-    columns = {name: [value] * count for name, value in (usual | {"after": -1}).items()} | columns
-    return {name: np.array(column, TYPES.get(name, int)) for name, column in columns.items()}
+    columns = usual | {"after": -1} | columns
+    typed = {name: np.asarray(value, TYPES.get(name, int)) for name, value in columns.items()}
+    return {name: np.broadcast_to(value, typed["start"].shape) for name, value in typed.items()}
 
 
-def _joined(rows: Rows, others: Rows) -> Rows:
-    return {name: np.concatenate([column, others[name]]) for name, column in rows.items()}
+def _joined(*rows: Rows) -> Rows:
+    return {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
 
 
 def _sources(

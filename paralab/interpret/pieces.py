@@ -39,27 +39,20 @@ def boxes(
     """(offsets, sizes) of the boxes that elements start to stop of a flattened tensor consist of,
     in order: the end of a row, whole rows, the beginning of a row.
     """
-    if len(shape) == 1:
+    inner = shape[1:]
+    if not inner:
         yield (start,), (stop - start,)
         return
-    inner = shape[1:]
     row = math.prod(inner)
-
-    def within(number: int, begin: int, end: int) -> Iterator[tuple]:
-        for offsets, sizes in boxes(inner, begin, end):
-            yield (number, *offsets), (1, *sizes)
-
-    (first, left), (last, right) = divmod(start, row), divmod(stop, row)
-    if first == last:
-        yield from within(first, left, right)
-        return
-    if left:
-        yield from within(first, left, row)
-        first += 1
-    if first < last:
-        yield (first, *[0] * len(inner)), (last - first, *inner)
-    if right:
-        yield from within(last, 0, right)
+    while start < stop:
+        first, begin = divmod(start, row)
+        rows = 0 if begin else (stop - start) // row
+        if rows:
+            yield (first, *[0] * len(inner)), (rows, *inner)
+        else:
+            for offsets, sizes in boxes(inner, begin, min(begin + stop - start, row)):
+                yield (first, *offsets), (1, *sizes)
+        start = min(stop, (first + max(rows, 1)) * row)
 
 
 def pieces(state: State) -> Iterator[Piece]:

@@ -190,20 +190,20 @@ def _graph(
 def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[int]]:
     """({job: the jobs before it}, the WAITs whose job an earlier WAIT has shown to be over)."""
     before, over, awaited = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
-    for r in range(len(lists.sizes)):
-        order, begun = Order(plan), {}
-        for at, item in lists.of_rank(r, (JOB, WAIT)):
-            if item.op == JOB:
-                begun[at] = Begun(at, None, order.predecessors(item.name))
-                before[at] = [other.position for other in begun[at].predecessors]
-                order.add(item.name, begun[at])
-                continue
-            job = begun.get(awaited[at])
-            if job and job.over:
-                over.append(at)
-            elif job:
-                job.settled()
-            order.end(item.frees)
+    orders, begun = [Order(plan) for _ in lists.sizes], {}
+    for at in np.flatnonzero((lists.op == JOB) | (lists.op == WAIT)).tolist():
+        item, order = lists.items[lists.at[at]], orders[lists.rank[at]]
+        if item.op == JOB:
+            begun[at] = Begun(at, None, order.predecessors(item.name))
+            before[at] = [other.position for other in begun[at].predecessors]
+            order.add(item.name, begun[at])
+            continue
+        job = begun.get(awaited[at])
+        if job and job.over:
+            over.append(at)
+        elif job:
+            job.settled()
+        order.end(item.frees)
     return before, over
 
 

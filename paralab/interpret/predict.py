@@ -9,6 +9,8 @@ here: its cost follows from its list of instructions.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from paralab.checks import choice, illegal, instance, whole
@@ -158,22 +160,14 @@ def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Sa
     highest peak; of several at one moment the largest.
     """
     (_, _, before), *weighed = moments(program, pp, gloo=gloo)
-    taken = [(0.0, before)]
-
-    def add(moment: float, held: dict[Kind, int]) -> None:
-        if moment > taken[-1][0]:
-            taken.append((moment, held))
-        elif sum(held.values()) > sum(taken[-1][1].values()):
-            taken[-1] = (moment, held)
-
-    peaks = [peak for peak, *_ in weighed]
+    taken, peaks = [(0.0, before)], [peak for peak, *_ in weighed]
     highest, (entered, left) = peaks.index(max(peaks)), times.of_program(pp)
     for position, (_, top, behind) in enumerate(weighed):
-        moment = left[position]
         if position == highest:
-            add((entered[position] + moment) / 2, top)
-        add(moment, behind)
-    return taken
+            taken.append(((entered[position] + left[position]) / 2, top))
+        taken.append((left[position], behind))
+    by_moment = groupby(taken, key=itemgetter(0))
+    return [max(same, key=lambda sample: sum(sample[1].values())) for _, same in by_moment]
 
 
 class Rows:

@@ -29,7 +29,6 @@ def program_of(
     return compiled(model, plan, optimizer=optimizer, clips=clips, only=pp)
 
 
-@lru_cache(maxsize=512)
 def weighed(
     model: ModelSpec,
     plan: Plan,
@@ -41,16 +40,16 @@ def weighed(
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank)
-    shards = program_of(model, plan, optimizer, at.pp, clips).shards
-    return _weighed(model, plan, optimizer, at.pp, at.dp % shards, gloo, clips)
+    shard = at.dp % plan.shard_degree if plan.zero_stage else 0
+    return _weighed(model, plan, optimizer, at.pp, shard, gloo, clips)
 
 
 @lru_cache(maxsize=512)
 def _weighed(
-    model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool, clips: bool
+    model: ModelSpec, plan: Plan, optimizer: str, pp: int, shard: int, gloo: bool, clips: bool
 ) -> Memory:
     """The same for all ranks that share a stage and have the same shard of its states."""
-    return memory(program_of(model, plan, optimizer, pp, clips), pp, index=index, gloo=gloo)
+    return memory(program_of(model, plan, optimizer, pp, clips), pp, index=shard, gloo=gloo)
 
 
 def peak(model: ModelSpec, plan: Plan, **how: Any) -> dict[str, int]:

@@ -61,6 +61,8 @@ def work_until_wait(
     begun   `costs_of_calls` of all calls that are waited for, messages optional; None: the list's
     after   seconds of work that follow the list; ``within``: and belong to its last action
     """
+    if not cluster.wait_work:  # how long a stretch is makes no difference
+        return [inf] * len(code), inf
     begun = costs_of_calls(code) if begun is None else begun
     following, work = [inf] * len(code), after
     action = _action(code[-1][0]) if code and within else None

@@ -278,16 +278,15 @@ class State:
         """The optimizer's counters, which are the same for every parameter and on every rank."""
         counts = {count.item() for count in self._steps()}
         counters = {"optimizer_steps": counts.pop()} if counts else {}
-        scale = {f"loss_scale.{name}": value.item() for name, value in self._scale().items()}
-        return counters | scale
+        return counters | {name: kept.item() for name, kept in self._scale().items()}
 
     def restored(self, counters: Mapping[str, float]) -> None:
         """After the views of `kept` were filled: set the counters, and round the weights again."""
         for count in self._steps():
             count.fill_(counters["optimizer_steps"])
         for name, kept in self._scale().items():
-            if f"loss_scale.{name}" in counters:
-                kept.fill_(counters[f"loss_scale.{name}"])
+            if name in counters:
+                kept.fill_(counters[name])
         for u in range(len(self.units)):
             if self.offloaded is not None and self.offloaded.master:
                 self.look("shard", u).copy_(self.offloaded.look("opt", u)[-1])
@@ -302,10 +301,10 @@ class State:
         return [self.store["host.count", u, 0] for u in units if self.optimizer.name == "adamw"]
 
     def _scale(self) -> dict[str, Tensor]:
-        """fp16's loss scale, and the steps since it last changed."""
+        """{name in a checkpoint: fp16's loss scale, or the steps since it last changed}."""
         if self.loss_scale is None:
             return {}
-        return {"value": self.loss_scale, "good_steps": self.good_steps}
+        return {"loss_scale.value": self.loss_scale, "loss_scale.good_steps": self.good_steps}
 
     def look(self, kind: str, u: int) -> Any:
         """A state of a unit, on whatever tier; nothing may be in flight."""

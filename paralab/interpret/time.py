@@ -9,8 +9,6 @@ alpha + bytes / bandwidth. Labs 02 to 05.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
@@ -31,26 +29,23 @@ class Times(NamedTuple):
 
     lists   the list as it was timed, each instruction with its cost: see `spelled_out`
     last    per instruction of the program the position of its last part in that list
-    left    per instruction of that list when the rank goes on to the next
-    calls, waits, predecessors  by position in that list: see `walk.Rank`
+    ranks   the `walk.Rank` at the end of that list: when it went on to each next instruction, and
+            when its calls and jobs were in flight
     """
 
     lists: list[Timed]
     last: list[list[int]]
-    left: list[list[float]]
-    calls: list[dict[int, tuple[float, float]]]
-    waits: list[dict[int, tuple[int, float]]]
-    predecessors: list[dict[int, list[int]]]
+    ranks: list[Rank]
 
     def of_program(self, pp: int) -> tuple[list[float], list[float]]:
         """(when the rank comes to each instruction of its program, when it goes on to the next)."""
-        left = [self.left[pp][at] for at in self.last[pp]]
+        left = [self.ranks[pp].left[at] for at in self.last[pp]]
         return [0.0, *left[:-1]], left
 
     @property
     def ends(self) -> list[float]:
         """When each rank's step is over."""
-        return [left[-1] if left else 0.0 for left in self.left]
+        return [rank.left[-1] if rank.left else 0.0 for rank in self.ranks]
 
     @property
     def seconds(self) -> float:
@@ -81,15 +76,13 @@ def spelled_out(
     begun: dict[tuple, Cost] = {}
     known: dict[int, tuple[Compute, list[Item]]] = {}  # equal blocks share a `Compute`
     cluster, costed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
-    works: Iterable[float] = repeat(inf)
-    if cluster.wait_work:
-        works, _ = work_until_wait(cluster, costed, after=after, within=after < inf)
-    for (ins, cost), work in zip(costed, works, strict=False):
+    works, _ = work_until_wait(cluster, costed, after=after, within=after < inf)
+    for (ins, cost), work in zip(costed, works, strict=True):
         if type(cost) is Compute:
             if id(cost) not in known:
                 parts = cost.inside or ((ins, cost),)
                 calls = {part.writes: takes for part, takes in parts}
-                known[id(cost)] = cost, [item(r, *part, calls.get(part[0].reads)) for part in parts]
+                known[id(cost)] = cost, [item(*part, calls.get(part[0].reads)) for part in parts]
             if cost.inside:
                 timed += [
                     (ins if type(takes) is Compute else part, takes) for part, takes in cost.inside
@@ -100,7 +93,7 @@ def spelled_out(
         else:
             timed.append((ins, cost))
             call = begun.get(ins.reads) if type(cost) is Awaited else None
-            items.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
+            items.append(item(ins, cost, call, share(cluster, work) if call else 1.0))
             if ins.lane:
                 begun[ins.writes] = cost
         last.append(len(timed) - 1)
@@ -133,6 +126,4 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
     ]
     if stuck:  # a mistake of the compiler: what a learner writes is checked before (checks.py)
         raise ValueError(f"deadlock: {'; '.join(stuck)}")
-    names = ("left", "calls", "waits", "predecessors")
-    moments = ([getattr(rank, name) for rank in ranks] for name in names)
-    return Times(lists, last, *moments)
+    return Times(lists, last, ranks)

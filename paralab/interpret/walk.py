@@ -16,7 +16,7 @@ finds the paths by the same rules before any duration is known.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -51,10 +51,8 @@ class Item(NamedTuple):
     frees: tuple = ()
 
 
-def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
-    """An instruction of rank ``r``. awaited: for a WAIT the cost of its call; ``share``: see
-    `Posted.after`.
-    """
+def item(ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
+    """awaited: for a WAIT the cost of its call; ``share``: see `Posted.after`."""
     kind = type(cost)
     if kind is Awaited:
         takes = awaited.after(share) if awaited else 0.0
@@ -62,10 +60,7 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: floa
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
     if kind is Posted:
-        lane, members, before = cost.lane, cost.members, cost.packed or None
-        if cost.peer >= 0:
-            lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
-        return Item(CALL, cost.seconds, ins.writes, lane, members, before)
+        return Item(CALL, cost.seconds, ins.writes, cost.lane, cost.members, cost.packed or None)
     return Item(WORK, cost.seconds)
 
 
@@ -81,13 +76,14 @@ class Walk:
         self.posting = posting
         self.free: dict[Any, float] = {}
         self.launched: dict[Any, list[tuple]] = {}
-        self.ready: deque[Iterator] = deque()
 
     def go(self, ranks: Sequence[Rank]) -> None:
         """Let all ranks go on until each is through its list, or none can go on."""
-        self.ready.extend(rank.walk for rank in ranks)
-        while self.ready:
-            next(self.ready.popleft(), None)
+        done, before = 0, -1
+        while done > before:
+            for rank in ranks:
+                next(rank.walk, None)
+            done, before = sum(len(rank.left) for rank in ranks), done
 
     def meet(self, rank: Rank, item: Item, moment: float) -> None:
         """A rank has launched a call of several; when the last of them has, the call is timed."""
@@ -102,9 +98,6 @@ class Walk:
         end = self.free[lane] = start + item.takes
         for member, position, _ in launched:
             member.calls[position] = start, end
-            if member.blocked_on == position:
-                member.blocked_on = None
-                self.ready.append(member.walk)
 
 
 class Rank:
@@ -119,7 +112,6 @@ class Rank:
     flights       {name of a call in flight: its position}
     count         {lane of several pipeline ranks: calls launched on it}
     lanes         {lane of its own: when it is free}
-    blocked_on    position of the call that the rank waits for, or None
     """
 
     def __init__(
@@ -133,7 +125,6 @@ class Rank:
         self.predecessors: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
-        self.blocked_on: int | None = None
         self.walk = self._go()
 
     def _go(self) -> Iterator[None]:
@@ -152,7 +143,6 @@ class Rank:
                     if job is not None:
                         job.settled()
                     while call not in calls:
-                        self.blocked_on = call
                         yield
                     end = calls[call][1]
                     waits[at] = call, end

@@ -104,7 +104,9 @@ class Workers:
             return lambda: last.add_(first)
         if ins.op == NORM:
             return lambda: last.copy_(self.state.norm_of(ins.unit, first))
-        return self._update(ins, first)
+        held = {v[0]: self.store[v] for v in (*ins.reads, *ins.writes)}
+        arrived = self.arrived if "host.verdict" in held else None
+        return self.state.offloaded.update(self.state.optimizer, held, first, arrived)
 
     def _copy(self, ins: Instr) -> Work:
         source, target = self._tensor(ins.reads[0]), self._tensor(ins.writes[0])
@@ -122,8 +124,3 @@ class Workers:
         if isinstance(source, str):
             return lambda: files.read(source, target)
         return lambda: files.write(target, source)
-
-    def _update(self, ins: Instr, gradient: Tensor) -> Work:
-        held = {v[0]: self.store[v] for v in (*ins.reads, *ins.writes)}
-        arrived = self.arrived if "host.verdict" in held else None
-        return self.state.offloaded.update(self.state.optimizer, held, gradient, arrived)
