@@ -26,30 +26,23 @@ from paralab.ranks.errors import interrupted
 TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
-@dataclass(frozen=True, repr=False)
-class Text:
+class Text(str):
     """A short text that a notebook cell shows as it is, without quotes."""
 
-    words: str
-
-    def __str__(self) -> str:
-        return self.words
-
-    __repr__ = __str__
+    __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.words)}</p>"
+        return f"<p>{html.escape(self)}</p>"
 
 
-@dataclass(frozen=True, repr=False)
 class Source(Text):
     """Source code that a notebook cell shows."""
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.words)}</pre>"
+        return f"<pre>{html.escape(self)}</pre>"
 
     def _repr_markdown_(self) -> str:
-        return f"```python\n{self.words}\n```"
+        return f"```python\n{self}\n```"
 
 
 class Takes(NamedTuple):
