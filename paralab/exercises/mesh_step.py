@@ -106,17 +106,8 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in outcome["weights"]]
         stages, most = [sum(squares[n] for n in names) ** 0.5 for names in weights], CLIPS[step]
         for rank, norms in enumerate(outcome["norms"]):
-            added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = [
-                (
-                    "it is the norm of this stage alone: sum the squares over pp, and wait for the "
-                    "result",
-                    stages[rank],
-                ),
-                ("the norms of the stages are added, not their squares", added),
-                ("squares are summed over dp, required: over pp", stages[rank] * d**0.5),
-                *_known_norms(norm, one_pipeline, most, model, plan),
-            ]
+            of_stages = stages[rank], *(stages[other] for other in plan.ranks("pp", rank))
+            known = _known_norms(norm, one_pipeline, of_stages, most, model, plan)
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -143,10 +134,14 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
 
 
 def _known_norms(
-    right: float, one_pipeline: float, most: float, model: ModelSpec, plan: Plan
+    right: float, one_pipeline: float, of_stages: tuple, most: float, model: ModelSpec, plan: Plan
 ) -> Mistakes:
-    """(words, norm) of mistakes that give the same norm on every rank. most: max_norm"""
-    d, m = plan.dp, plan.microbatches
+    """of_stages: the norm of the rank's own stage, then those of all stages; most: max_norm"""
+    (own, *every), d, m = of_stages, plan.dp, plan.microbatches
+    said = "it is the norm of this stage alone: sum the squares over pp, and wait for the result"
+    yield said, own
+    yield "the norms of the stages are added, not their squares", sum(every)
+    yield "squares are summed over dp, required: over pp", own * d**0.5
     for times in (1, d):
         yield "old gradients were not set to zero", OLD * model.num_params**0.5 * times
         said = "it is the norm of one pipeline's gradient: average over dp first, and wait for the "
