@@ -18,7 +18,7 @@ from paralab.checks import count_of, illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text, unlike
+from paralab.exercises.questions import Mistakes, ask, kind_of, size_text, unlike, wrong_number
 from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -136,16 +136,15 @@ def rank_sends(tries: Tries) -> None:
         model, plan, rank = case
         notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
         notes.where += f"m={plan.microbatches}, rank {rank}"
-        sent, wrong = reply.value, reply.trouble
-        if not wrong and not isinstance(sent, Mapping):
-            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
+        sent, trouble = reply.value, reply.trouble
+        if not trouble and not isinstance(sent, Mapping):
+            trouble = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
         for axis, size in _sent(*case).items():
-            missing = wrong or f"the dict has no entry {axis!r}"
-            entry = Reply(sent[axis], "") if not wrong and axis in sent else Reply(None, missing)
-            known, what = _known_bytes(axis, size, *case), f" of bytes along {axis}"
-            notes.each(
-                axis, entry.number(size, known, size_text, what, EXACT), "right in all plans"
-            )
+            wrong = trouble or f"the dict has no entry {axis!r}"
+            if not trouble and axis in sent:
+                how = _known_bytes(axis, size, *case), size_text, f" of bytes along {axis}", EXACT
+                wrong = wrong_number(sent[axis], size, *how)
+            notes.each(axis, wrong, "right in all plans")
 
 
 @functools.cache
