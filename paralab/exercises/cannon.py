@@ -2,8 +2,7 @@
 
 Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours. After a first
 move rank (i, j) has X_il and W_lj with l = i + j, and after each further move those of the next l.
-It may hold two blocks of X and of W in addition to its own: on 4 x 4 ranks a gathered row or column
-takes three. Shapes and data are those of summa.py.
+The limit of memory is below that of a gathered row or column. Shapes and data are summa.py's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
-The decorator `exercise` makes an exercise of its checker, and states what an answer consists of and
-which limits it has to keep. Task and hints are in tasks/NAME.md, stub and answer are one text in
-answers/NAME.py (sources.py).
+The decorator `exercise` makes one of its checker. Task and hints are in tasks/NAME.md, stub and
+answer are one text in answers/NAME.py (sources.py).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Patient:
         return quick.fullest(self.model, self.plan.replace(**change))[1]
 
     def chart(self, **change: Any) -> Chart:
-        """What fills a device: with fewer devices, with the plan, and with settings changed."""
+        """What fills a device: with fewer devices, with the plan, with settings changed."""
         from paralab.view import theme
         from paralab.view.memory import bytes_bars
 
@@ -162,7 +162,6 @@ def memory_clinic(tries: Tries) -> None:
 
 
 def _look(notes: Notes, patient: Patient, pair: Any) -> None:
-    """Judge a treatment, the pair (category, {setting: value}), by predicted peaks."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Mapping)):
         said = f"required: (category, {{setting: value}}), yours is {shown(pair)}"
         notes.look(patient.name, said, "")

@@ -1,8 +1,7 @@
 """Lab 10: one training step on a data x pipeline mesh.
 
 Micro-batches go through the stages of a pipeline, gradients are averaged over dp and clipped by the
-norm of the whole model's gradient, and the weights are updated. The answer runs on three meshes of
-different sizes, and is compared with one process.
+norm of the whole model's gradient. The answer is compared with one process.
 """
 
 from __future__ import annotations

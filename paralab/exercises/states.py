@@ -1,9 +1,8 @@
 """Lab 00: how many bytes a model's states take, and how many devices hold them.
 
-Mixed precision with AdamW keeps 16 bytes per parameter, whatever the model: weights and gradients
-in 16 bits, master weights and two moments in 32 (Rajbhandari+ 2020, ZeRO, arXiv:1910.02054, sec.
-3.1). The checker requires the exact bytes of several models and recipes, so a constant that happens
-to fit one of them fails on the next.
+Mixed precision with AdamW keeps 16 bytes per parameter (Rajbhandari+ 2020, ZeRO, arXiv:1910.02054,
+sec. 3.1). The checker has several models and recipes, so a constant that happens to fit one of them
+fails on the next.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _model(limit: str, name: str) -> ModelSpec:
 
 
 def known_states(model: ModelSpec, size: int) -> Mistakes:
-    """(words, bytes) of the known mistakes with a state that takes ``size`` bytes per parameter."""
+    """size: bytes per parameter"""
     right, head = model.num_params * size, model.vocab * model.hidden * size
     if not model.tied:
         yield "with tied=False the output matrix is a tensor of its own", right - head

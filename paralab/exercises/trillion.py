@@ -2,10 +2,8 @@
 
 The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
 days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
-r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends per step is three sums
-(sec. 3): all-reduces of activations in every block and micro-batch, messages to the stages before
-and after, and the gradients. It is asked of plans with 16 to 384 ranks, on the first stage and on
-one in the middle, not on the last stage, whose head sends more.
+r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends (sec. 3) is asked of plans
+with 16 to 384 ranks, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ def _sent(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -> Mistakes:
-    """(words, bytes) of the known mistakes. size: the right bytes"""
+    """size: the right bytes"""
     d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
     a_number = f"in {plan.precision} a number has {w} bytes"
