@@ -20,7 +20,6 @@ from paralab.exercises.attempts import launched, without_stub
 from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
-from paralab.ranks.failure import ENDED
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.trace import trace
@@ -118,9 +117,7 @@ class Tries:
         nodes     virtual nodes, as `pl.trace` has them
         patience  factor on the timeout
         unbroken  limits: an answer that has broken one of them is not run; by default all limits
-        memory    whether ``work`` measures bytes of tensors. Then every operation is watched, which
-                  takes as long as a small model does. Without, an answer that reads a freed tensor
-                  crashes its process, and runs again watched, so that the verdict can say why
+        memory    whether bytes of tensors are measured, for which every operation is watched
         """
         tries = [t for t in self.all if not (t.notes.over or t.notes.broke(unbroken))]
         if not tries:
@@ -128,14 +125,12 @@ class Tries:
         answers = [(t.answer, t.seed) for t in tries]
         timeout = patience * len(tries) * self.timeout
         settings = {"nodes": nodes, "device": "cpu", "timeout": timeout}
-        launch = functools.partial(launched, trace, _program, ranks, **settings)
-        report, trouble = launch((work, answers, args, memory))
+        given = work, answers, args, memory
+        report, trouble = launched(trace, _program, ranks, given, **settings)
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
         if trouble.startswith("fn='_program': "):  # the launch refuses to send the answer
             trouble = unsent("answer", *tries[0].answer) or trouble
-        if not memory and ENDED in trouble:
-            report, trouble = launch((work, answers, args, True))
         for position, judged in enumerate(tries):
             judged.notes.where = where
             parts = [{"failed": trouble}] if trouble else [one[position] for one in report.results]
