@@ -191,13 +191,7 @@ class Notes:
         self.note(limit, self._at_case(show(yours)), yours <= most * SLACK, said)
 
     def bytes(
-        self,
-        limit: str,
-        sent: Sequence[float],
-        most: int,
-        doing: str = "",
-        *,
-        least: int | None = None,
+        self, limit: str, sent: Sequence, most: int, doing: str = "", least: int | None = None
     ) -> None:
         """Record whether each rank sends from ``least`` to ``most`` bytes; without ``least``,
         exactly ``most``. sent: bytes by rank; doing: "in a step", or "".
