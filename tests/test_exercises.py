@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import marks
 import paralab as pl
 from bad_answers import never_ends_in_c
 from judged import TABLES, Table, defined, stored
@@ -238,7 +239,7 @@ def test_one_text_is_read_as_stub_and_as_solution():
 
 def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
     text = "import math\n### ANSWER: own_schedule\n\n\ncheck(my_schedule)"
-    for read, shown in ((sources.student, OWN.stub), (sources.solution, str(OWN.solution()))):
+    for read, shown in ((marks.student, OWN.stub), (marks.solution, str(OWN.solution()))):
         assert read(text) == f"import math\n{shown}\n\n\ncheck(my_schedule)"
 
 
@@ -258,12 +259,12 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
 )
 def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, line):
     said = rf"line {line}, '#.*a marker that is misplaced or misspelled; legal: "
-    for read in (sources.student, sources.solution):
+    for read in (marks.student, marks.solution):
         refuses(said, read, text)
 
 
 def test_an_answer_that_no_file_has_is_an_error():
-    for read in (sources.student, sources.solution):
+    for read in (marks.student, marks.solution):
         refuses("no such answer; legal: accumulate, ", read, "### ANSWER: nosuch\nx = 1")
 
 
