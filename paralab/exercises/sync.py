@@ -62,8 +62,10 @@ def look_at_training(
                 if math.isfinite(bucket_bytes):
                     wrong += ", and the last backward of a step runs outside no_sync()"
                 notes.look(BYTES, wrong, "")
-            how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
-            wrong = first_wrong_tensor(outcome[limit], right, **how if limit == GRADIENTS else {})
+            how = {}
+            if limit == GRADIENTS:
+                how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
+            wrong = first_wrong_tensor(outcome[limit], right, **how)
             if wrong and limit == WEIGHTS:  # only now: this takes another training
                 known = with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
                 wrong = first_wrong_tensor(outcome[limit], right, known=known)
