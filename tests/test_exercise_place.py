@@ -1,6 +1,7 @@
 """Lab 10's exercise: planners that know the advice pass, others are refused by what they break."""
 
 import importlib
+import sys
 
 import pytest
 
@@ -64,6 +65,11 @@ def predicts(model, cluster, batch, ask):
     return plan
 
 
+def predicts_without_a_profile(*asked):
+    sys.setprofile(None)
+    return predicts(*asked)
+
+
 def weighs(model, cluster, batch, ask):
     pl.dry_run(model, plan := knows(model, cluster, batch, ask), rank=0, cluster=cluster)
     return plan
@@ -103,7 +109,7 @@ WRONG = [  # answer to (model, cluster, batch, ask), limits it breaks, words of 
     (lambda *asked: Claims(dp=16, precision="bf16"), {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     *(
         (one, {PLAN}, "so this function of it may not be called")
-        for one in (searches, searches_by_name, predicts, weighs)
+        for one in (searches, searches_by_name, predicts, predicts_without_a_profile, weighs)
     ),
 ]  # fmt: skip
 TABLE = Table(PLACE, WRONG, [knows, knows_and_asks], exact=True)
