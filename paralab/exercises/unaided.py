@@ -1,13 +1,15 @@
 """Calls learners' functions with a bound on the lines they run, and without help from this package,
 which could compute the answer.
 
-A profile function sees every call into this package, on all threads. An answer that switches it off
-has failed.
+A profile function sees every call into this package, on all threads. An answer can switch it off,
+so the functions that answer most questions are disabled in addition.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,9 +22,30 @@ LINES = 2_000_000  # of the learner's own code that one call may run: half a sec
 ENDLESS = "lines of the answer were run, and it has not ended: does a loop never stop?"
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})  # files that are not counted
+ANSWERING = {  # {module: function} that answers most questions
+    "paralab.programs.search": "plan_search",
+    "paralab.interpret.predict": "predict",
+    "paralab.interpret.text": "program",
+    "paralab.dry_run": "dry_run",
+}
+# Arguments of `bounded` for an answer that may use no more of paralab than specifications.
 COMPUTES = "paralab would compute the answer here, so this function of it may not be called"
-SPECIFIES = "spec/", "checks.py"
-UNAIDED = COMPUTES, SPECIFIES  # arguments of `bounded`: paralab may be asked for no more than that
+UNAIDED = COMPUTES, ("spec/", "checks.py")
+
+
+def close() -> None:
+    """Disable the functions in `ANSWERING` on this rank, which ends after the check. Their code is
+    replaced, so that every name under which an answer has imported them is disabled too.
+    """
+    for module, name in ANSWERING.items():
+        function = inspect.unwrap(getattr(importlib.import_module(module), name))
+        function.__code__ = _refused.__code__
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    from paralab.exercises.unaided import UNAIDED  # this code runs with another module's globals
+
+    raise RuntimeError(UNAIDED[0])
 
 
 def bounded(
@@ -60,8 +83,6 @@ def bounded(
     sys.settrace(counted)
     try:
         value, trouble = attempt(call)
-        if alone and sys.getprofile() is not entered:
-            stopped = stopped or alone
     finally:
         sys.settrace(before[1])
         sys.setprofile(before[0])
@@ -73,14 +94,10 @@ def bounded(
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Within this context nothing is counted or refused: the library works for the answer, at full
-    speed.
-    """
-    before = sys.gettrace(), sys.getprofile()
+    """Within this context no lines are counted: the library works for the answer, at full speed."""
+    before = sys.gettrace()
     sys.settrace(None)
-    sys.setprofile(None)
     try:
         yield
     finally:
-        sys.setprofile(before[1])
-        sys.settrace(before[0])
+        sys.settrace(before)
