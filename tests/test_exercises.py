@@ -8,6 +8,7 @@ import traceback
 from fractions import Fraction
 from pathlib import Path
 
+import jedi
 import pytest
 
 import marks
@@ -34,6 +35,12 @@ def test_every_exercise_that_runs_has_a_table_of_answers():
     assert {one.exercise.name for one in TABLES} == {
         one.name for one in EXERCISES if not one.patients
     }
+
+
+@pytest.mark.parametrize("name", ["summa", "my_ddp"])  # the first is a module's name, too
+def test_an_editor_knows_what_an_exercise_has_without_running_anything(name):
+    code = f"import paralab as pl\npl.exercises.{name}.ch"
+    assert "check" in [one.name for one in jedi.Script(code).complete()]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)

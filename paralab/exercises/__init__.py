@@ -18,35 +18,59 @@ torch nor ipywidgets.
 
 from __future__ import annotations
 
-import pkgutil
-
+from paralab.exercises.accumulation import accumulate
+from paralab.exercises.all_reduce import all_gather_half, hierarchical_all_reduce, ring_all_reduce
+from paralab.exercises.bandwidth import bandwidth
+from paralab.exercises.cannon import cannon, grid_groups
+from paralab.exercises.clinic import deadlock_clinic
+from paralab.exercises.cost import days_and_mfu, training_cost
+from paralab.exercises.ddp import my_ddp
+from paralab.exercises.estimator import memory_estimator
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Choice, Guess, choose, guess
+from paralab.exercises.memory import memory_clinic
+from paralab.exercises.mesh import mesh_groups
+from paralab.exercises.mesh_step import mesh_step
+from paralab.exercises.offload import stream
+from paralab.exercises.own_fit import own_fit
+from paralab.exercises.peak import peak_estimate
+from paralab.exercises.pipeline import interleaved_executor, pipeline_executor
+from paralab.exercises.place import place
+from paralab.exercises.prefetch import my_prefetch
+from paralab.exercises.recomputed import checkpoint
+from paralab.exercises.schedule import better_schedules, own_schedule
+from paralab.exercises.states import model_states
+from paralab.exercises.streamed import streamed_optimizer
+from paralab.exercises.summa import summa
+from paralab.exercises.sync import average_gradients
+from paralab.exercises.sync_pass import sync_pass
+from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
+from paralab.exercises.trillion import rank_sends, stage_memory, trillion_plan
 from paralab.exercises.verdict import Verdict
+from paralab.exercises.vocab_loss import vocab_parallel_loss
+from paralab.exercises.warmup import warmup
+from paralab.exercises.zero import zero_step
+from paralab.exercises.zero3 import my_zero3
 
-PLACES = {  # by lab: the module and the name of a warm-up, one or more to implement, a further one
-    "00": "states:model_states accumulation:accumulate peak:peak_estimate",
-    "01": "all_reduce:all_gather_half all_reduce:ring_all_reduce "
-    "all_reduce:hierarchical_all_reduce",
-    "02": "sync:average_gradients ddp:my_ddp sync_pass:sync_pass",
-    "03": "warmup:warmup pipeline:pipeline_executor pipeline:interleaved_executor",
-    "04": "clinic:deadlock_clinic schedule:own_schedule schedule:better_schedules",
-    "05": "zero:zero_step zero3:my_zero3 prefetch:my_prefetch",
-    "06": "memory:memory_clinic recomputed:checkpoint estimator:memory_estimator",
-    "07": "tensor:f_and_g tensor:tensor_mlp tensor:tensor_attention vocab_loss:vocab_parallel_loss",
-    "08": "cannon:grid_groups summa:summa cannon:cannon",
-    "09": "bandwidth:bandwidth streamed:streamed_optimizer offload:stream",
-    "10": "mesh:mesh_groups mesh_step:mesh_step place:place",
-    "11": "cost:days_and_mfu cost:training_cost own_fit:own_fit",
-    "12": "trillion:stage_memory trillion:rank_sends trillion:trillion_plan",
+LADDERS = {  # the exercises of each lab: a warm-up, one or more to implement, one to go further
+    "00": (model_states, accumulate, peak_estimate),
+    "01": (all_gather_half, ring_all_reduce, hierarchical_all_reduce),
+    "02": (average_gradients, my_ddp, sync_pass),
+    "03": (warmup, pipeline_executor, interleaved_executor),
+    "04": (deadlock_clinic, own_schedule, better_schedules),
+    "05": (zero_step, my_zero3, my_prefetch),
+    "06": (memory_clinic, checkpoint, memory_estimator),
+    "07": (f_and_g, tensor_mlp, tensor_attention, vocab_parallel_loss),
+    "08": (grid_groups, summa, cannon),
+    "09": (bandwidth, streamed_optimizer, stream),
+    "10": (mesh_groups, mesh_step, place),
+    "11": (days_and_mfu, training_cost, own_fit),
+    "12": (stage_memory, rank_sends, trillion_plan),
 }
-LADDERS: dict[str, tuple[Exercise, ...]] = {}
-for _lab, _places in PLACES.items():
-    LADDERS[_lab] = tuple(pkgutil.resolve_name(f"{__name__}.{one}") for one in _places.split())
-    for _exercise in LADDERS[_lab]:
-        _exercise.lab = _lab
 ALL = {exercise.name: exercise for ladder in LADDERS.values() for exercise in ladder}
-globals().update(ALL)  # also where a module has the name of its exercise
+for _lab, _ladder in LADDERS.items():
+    for _exercise in _ladder:
+        _exercise.lab = _lab
 
 __all__ = ["ALL", "Choice", "Exercise", "Guess", "Verdict", "choose", "guess", *ALL]
 
