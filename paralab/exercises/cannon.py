@@ -54,7 +54,7 @@ MISTAKES = {  # {words: signs of X's first move to the left, of W's up, and of W
 @exercise(Takes("row_and_column(q)"), required=GROUPS_REQUIRED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, outcome in tries.run(summed, q * q, q, where=f"q={q}"):
+        for notes, outcome in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
             for limit in GROUPS_REQUIRED:
                 ranks = enumerate(outcome.results)
                 wrong = first(_wrong_line(rank, limit, result, q) for rank, result in ranks)

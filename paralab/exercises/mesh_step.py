@@ -46,8 +46,8 @@ NORM, WEIGHTS, ORDER, BYTES = REQUIRED
 )
 def mesh_step(tries: Tries) -> None:
     for model, plan in CUTS:
-        where = f"dp={plan.dp}, pp={plan.pp}"
-        for notes, outcome in tries.run(stepped, plan.world_size, model, plan, where=where):
+        settings = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
+        for notes, outcome in tries.run(stepped, plan.world_size, model, plan, **settings):
             _look(notes, outcome, model, plan)
 
 

@@ -53,7 +53,7 @@ def look_at_training(
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
         settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
-        for notes, outcome in tries.run(work, ranks, steps, **settings):
+        for notes, outcome in tries.run(work, ranks, steps, memory=False, **settings):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
             quiet, sent = outcome.sent(NO_SYNC), outcome.sent(NO_SYNC, "data")
             most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
