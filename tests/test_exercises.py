@@ -135,6 +135,30 @@ def test_an_answer_that_does_not_come_back_is_a_verdict():
     assert not verdict and said in verdict.said, repr(verdict)
 
 
+class Speechless(RuntimeError):
+    """An error that has no text, that equals nothing, and that has no repr."""
+
+    def __str__(self):
+        raise KeyError
+
+    __repr__ = __str__
+
+    def __eq__(self, other):
+        raise KeyError
+
+
+@pytest.mark.parametrize("raised, said", [
+    (Speechless(), "raised Speechless: <its message cannot be shown>, line "),
+    (SystemExit(Speechless()), "called sys.exit(<Speechless without a repr: KeyError>), line "),
+    (SystemExit(10**5000), "called sys.exit(<int without a repr: ValueError>), line "),
+], ids=["error", "exit", "status"])  # fmt: skip
+def test_an_error_that_says_nothing_of_itself_is_an_answers_mistake_too(raised, said):
+    def answer():
+        raise raised from Speechless()
+
+    assert attempt(answer)[1].startswith(said)
+
+
 def test_a_number_that_is_off_by_rounding_is_no_multiple():
     said = wrong_number(3 * (1 + 1e-12), 3, (), "{:g}".format)
     assert said.startswith("required: 3, yours 3.00000000000") and "times" not in said

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Collection
 from typing import NamedTuple
 
-from paralab.checks import shortened
+from paralab.checks import shortened, shown
 from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START
@@ -69,17 +69,14 @@ def describe(
         return Failure(rank, time, "refused", str(error))
     if isinstance(error, RankError):  # raised by paralab about the user's function
         return Failure(rank, time, "error", shortened(f"failed: {error}"))
-    try:
-        message = str(error).strip()
-    except Exception:
-        message = "<its message cannot be shown>"
+    message = _message(error)
     line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
     text = _traceback(error, hide)
     if noted:
         text += f"(this rank was in {noted})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
     if isinstance(error, SystemExit):
-        what = f"called sys.exit({error.code!r})"
+        what = f"called sys.exit({shown(error.code)})"
         status = error.code & 0xFF if isinstance(error.code, int) else 1
     elif isinstance(error, OutOfMemory):
         kind, what, table = "memory", f"ran out of memory: {line}", error.table
@@ -95,6 +92,13 @@ def describe(
     elif any(_is_from_a_peer(e) for e in _chain(error)):
         kind = "communication"
     return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table), status)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # the class may be the user's
+        return "<its message cannot be shown>"
 
 
 def _traceback(error: BaseException, hide: str) -> str:
@@ -123,7 +127,7 @@ def _readable(text: str) -> str:
 def _chain(error: BaseException | None) -> list[BaseException]:
     """The error and the errors that caused it, last raised first."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
+    while error is not None and all(error is not one for one in chain):
         chain.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return chain
@@ -133,7 +137,7 @@ def _is_from_a_peer(error: BaseException) -> bool:
     if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
         return True
     return isinstance(error, (RuntimeError, ConnectionError)) and bool(
-        _FROM_A_PEER.search(str(error))
+        _FROM_A_PEER.search(_message(error))
     )
 
 
