@@ -82,8 +82,10 @@ def _wrong_chunk(outcome: Outcome) -> str:
 
 # ---- limits that both rings have -----------------------------------------------------------------
 def look_at_calls(notes: Notes, outcome: Outcome, named: str, by: str) -> None:
-    """Record whether the answer only sends to and receives from its neighbours. named: how it
-    writes a call, "group.{}"; by: whose sends the row counts, in words: the count is rank 0's.
+    """Record whether the answer only sends to and receives from its neighbours.
+
+    named  how the answer writes a call: "group.{}"
+    by     whose sends the row counts, in words; the count is that of rank 0
     """
     n, calls = len(outcome.results), outcome.report.collectives
     rows = calls.sort_values(["rank", "span"]).to_dict("records")

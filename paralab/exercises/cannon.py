@@ -2,7 +2,8 @@
 
 Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours. After a first
 move rank (i, j) has X_il and W_lj with l = i + j, and after each further move those of the next l.
-The limit of memory is below that of a gathered row or column. Shapes and data are summa.py's.
+It may hold two blocks of X and of W in addition to its own: on 4 x 4 ranks a gathered row or column
+takes three. Shapes and data are those of summa.py.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def cannon(tries: Tries) -> None:
 
 
 def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, list]:
+    """What every rank runs: the forward `products`."""
     return products(watch, seed, q, lambda x, w: answer[0](x, w, q))
 
 

@@ -2,8 +2,9 @@
 
     step_flops      PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation
     training_days   tokens times FLOPs per token over what the devices do per day
-    utilisation     MFU (PaLM, Chowdhery+ 2022, arXiv:2204.02311, appendix B), and HFU, which counts
-                    what is recomputed too (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
+    utilisation     MFU, the model's FLOPs over what the devices could do (PaLM, Chowdhery+ 2022,
+                    arXiv:2204.02311, appendix B), and HFU, which counts what is recomputed too
+                    (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
 
 The checker's models have 12 to 128 layers, so that every known mistake gives a number of its own,
 by which the checker can name it.
@@ -171,7 +172,7 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
 def shares(
     model: ModelSpec, samples: int, seconds: float, devices: int, peak: float
 ) -> dict[str, tuple[float, Mistakes]]:
-    """By limit the right share and the known mistakes, of a step with its blocks recomputed."""
+    """{limit: (right share, known mistakes)} of a step with its blocks recomputed."""
     settings = {"seconds": seconds, "devices": devices, "peak": peak}
     mfu, hfu = training.utilisation(model, samples, recompute="full", **settings)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)

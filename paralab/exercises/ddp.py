@@ -89,8 +89,8 @@ def trained(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
 def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
-    """Some backwards through the wrapper. Returns "extra", the bytes beyond gradients, and "wrong",
-    the first wrong gradient in words.
+    """Some backwards through the wrapper; gradients complete from the last layer to the first.
+    Returns "extra", the bytes beyond gradients, and "wrong", the first wrong gradient in words.
     """
     from paralab.exercises.timed import timed
 
@@ -134,8 +134,9 @@ def replayed(report: Report, cluster: Cluster, **costs: Sequence[float]) -> pd.D
 
 
 def simulated(report: Report, sizes: Sequence[int]) -> float:
-    """Seconds of all backwards; in each, every gradient takes its share of 12 ms. sizes: elements
-    of each parameter.
+    """Seconds of all backwards; in each, every gradient takes its share of 12 ms.
+
+    sizes  elements of each parameter, in order of registration
     """
     shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
     spans = replayed(report, CLUSTER, backward=shares)

@@ -50,6 +50,7 @@ def memory_estimator(tries: Tries) -> None:
 
 @functools.cache
 def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str) -> dict[str, int]:
+    """{category: bytes} of a rank in the plan's program."""
     plan = Plan(
         dp=n,
         zero_stage=zero_stage + (zero_stage == 1),  # at the update both have the same states

@@ -162,6 +162,7 @@ def memory_clinic(tries: Tries) -> None:
 
 
 def _look(notes: Notes, patient: Patient, pair: Any) -> None:
+    """Judge a treatment, the pair (category, {setting: value}), by predicted peaks."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Mapping)):
         said = f"required: (category, {{setting: value}}), yours is {shown(pair)}"
         notes.look(patient.name, said, "")

@@ -105,8 +105,8 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in outcome["weights"]]
         stages, most = [sum(squares[n] for n in names) ** 0.5 for names in weights], CLIPS[step]
         for rank, norms in enumerate(outcome["norms"]):
-            of_stages = stages[rank], *(stages[other] for other in plan.ranks("pp", rank))
-            known = _known_norms(norm, one_pipeline, of_stages, most, model, plan)
+            added = sum(stages[other] for other in plan.ranks("pp", rank))
+            known = _known_norms(norm, one_pipeline, stages[rank], added, most, model, plan)
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -133,13 +133,19 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
 
 
 def _known_norms(
-    right: float, one_pipeline: float, of_stages: tuple, most: float, model: ModelSpec, plan: Plan
+    right: float,
+    one_pipeline: float,
+    own: float,
+    added: float,
+    most: float,
+    model: ModelSpec,
+    plan: Plan,
 ) -> Mistakes:
-    """of_stages: the norm of the rank's own stage, then those of all stages; most: max_norm"""
-    (own, *every), d, m = of_stages, plan.dp, plan.microbatches
+    """own: the norm of the rank's stage; added: the sum of the stages' norms; most: max_norm"""
+    d, m = plan.dp, plan.microbatches
     said = "it is the norm of this stage alone: sum the squares over pp, and wait for the result"
     yield said, own
-    yield "the norms of the stages are added, not their squares", sum(every)
+    yield "the norms of the stages are added, not their squares", added
     yield "squares are summed over dp, required: over pp", own * d**0.5
     for times in (1, d):
         yield "old gradients were not set to zero", OLD * model.num_params**0.5 * times

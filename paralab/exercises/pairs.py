@@ -147,6 +147,7 @@ def named_terms(pair: Pair, seed: int, t: int, name: str) -> list[tuple[str, np.
 
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
+    """(words, array) of the known mistakes with one result or gradient."""
     w, (*_, second, last) = weights_of(pair, seed), pair.shapes
     if name.startswith("qkv"):
         right = pair.part(name, of_one_device(pair, seed)[name], rank, t)

@@ -60,6 +60,7 @@ def peak_estimate(tries: Tries) -> None:
 
 
 def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
+    """Bytes at the peak of the compiled program."""
     return sum(at_peak(sizes, batch, microbatches).values())
 
 

@@ -143,6 +143,7 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 @uncollected()
 def known(plan: Plan, case: Case) -> Answer:
+    """Simulate a plan."""
     from paralab.interpret.totals import Totals
 
     totals = Totals(case.spec, plan, case.cluster, "adamw")

@@ -3,8 +3,8 @@
 The answer is a whole ZeRO-3. It runs two steps of timed units (timed.py), and the recorded order of
 the second is replayed with stated costs. So the exposed time, in which a rank waits for messages,
 is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). In the first step an answer
-may learn the order of the units, as DeepSpeed does. If it keeps these limits, it trains with those
-of `my_zero3` and one more unit of memory (zero3.py).
+may learn the order of the units, as DeepSpeed does. If it keeps these limits, it trains with the
+limits of `my_zero3` and one more unit of memory (zero3.py).
 """
 
 from __future__ import annotations

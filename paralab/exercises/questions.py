@@ -66,7 +66,9 @@ class Reply(NamedTuple):
 
     def states(self, right: Mapping[str, float], known: Callable[[str], Mistakes]) -> str:
         """What is wrong with the first wrong entry of a reply that has to be {state: bytes}, or "".
-        right: the right entries; known: state -> the known mistakes.
+
+        right  the right entries
+        known  state -> the known mistakes
         """
         states = self.value
         if self.trouble:
