@@ -14,12 +14,12 @@ import importlib
 import linecache
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+import marks
 from paralab.exercises import ALL, Exercise, Verdict, sources
 from paralab.exercises.graded import answer_names
 from paralab.exercises.verdict import NOT_STARTED
@@ -29,7 +29,6 @@ ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundred
 TABLES: list[Table] = []
 SOURCES: dict[str, tuple] = {}  # of texts that no file holds, as linecache has them before it reads
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
-FOLDERS = sources.ANSWERS, Path(__file__).parent / "labs" / "answers"
 launching = importlib.import_module("paralab.launch")  # pl.launch is a function
 
 
@@ -71,7 +70,7 @@ def altered(name: str) -> Callable[..., Any]:
 
 @functools.cache  # hundreds of answers are alterations of a few
 def _text(name: str) -> str:
-    return _built(name) + sources.solution(sources.answer(name, FOLDERS))
+    return _built(name) + sources.solution(marks.answer(name))
 
 
 def _built(name: str) -> str:

@@ -1,6 +1,9 @@
 """Lab 10's exercise: planners that know the advice pass, others are refused by what they break."""
 
+import contextlib
 import importlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,6 +67,20 @@ def predicts(model, cluster, batch, ask):
     return plan
 
 
+def predicts_without_a_profile(*asked):
+    before = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        return predicts(*asked)
+    finally:
+        sys.setprofile(before)
+
+
+def predicts_on_a_thread(*asked):
+    with ThreadPoolExecutor(1, initializer=lambda: sys.setprofile(None)) as pool:
+        return pool.submit(predicts, *asked).result()
+
+
 def weighs(model, cluster, batch, ask):
     pl.dry_run(model, plan := knows(model, cluster, batch, ask), rank=0, cluster=cluster)
     return plan
@@ -79,6 +96,22 @@ def knows(model, cluster, batch, ask):
 
 def knows_and_asks(*asked):
     asks(12, *asked)
+    return knows(*asked)
+
+
+def knows_formulas(model, *asked):
+    pl.theory.zero.bytes_per_device(model.num_params, 16, stage=1)
+    return knows(model, *asked)
+
+
+def recovers(*asked):
+    """Catches the error of too deep a recursion, with which Python ends every profile and trace."""
+
+    def sizes(n):
+        return [n, *sizes(n + 1)]
+
+    with contextlib.suppress(RecursionError):
+        sizes(1)
     return knows(*asked)
 
 
@@ -103,10 +136,11 @@ WRONG = [  # answer to (model, cluster, batch, ask), limits it breaks, words of 
     (lambda *asked: Claims(dp=16, precision="bf16"), {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     *(
         (one, {PLAN}, "so this function of it may not be called")
-        for one in (searches, searches_by_name, predicts, weighs)
+        for one in (searches, searches_by_name, predicts, predicts_without_a_profile,
+                    predicts_on_a_thread, weighs)
     ),
 ]  # fmt: skip
-TABLE = Table(PLACE, WRONG, [knows, knows_and_asks], exact=True)
+TABLE = Table(PLACE, WRONG, [knows, knows_and_asks, knows_formulas, recovers], exact=True)
 test_a_wrong_planner_is_refused, test_a_right_planner_passes, test_its_stub = TABLE.tests()
 
 

@@ -8,8 +8,10 @@ import traceback
 from fractions import Fraction
 from pathlib import Path
 
+import jedi
 import pytest
 
+import marks
 import paralab as pl
 from bad_answers import never_ends_in_c
 from judged import TABLES, Table, defined, stored
@@ -33,6 +35,12 @@ def test_every_exercise_that_runs_has_a_table_of_answers():
     assert {one.exercise.name for one in TABLES} == {
         one.name for one in EXERCISES if not one.patients
     }
+
+
+@pytest.mark.parametrize("name", ["summa", "my_ddp"])  # the first is a module's name, too
+def test_an_editor_knows_what_an_exercise_has_without_running_anything(name):
+    code = f"import paralab as pl\npl.exercises.{name}.ch"
+    assert "check" in [one.name for one in jedi.Script(code).complete()]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
@@ -125,6 +133,30 @@ def test_an_answer_that_does_not_come_back_is_a_verdict():
     verdict = MODEL_STATES.check(never_ends_in_c, devices, timeout=1)
     said = "no rank makes progress any more: rank 0 is at line "
     assert not verdict and said in verdict.said, repr(verdict)
+
+
+class Speechless(RuntimeError):
+    """An error that has no text, that equals nothing, and that has no repr."""
+
+    def __str__(self):
+        raise KeyError
+
+    __repr__ = __str__
+
+    def __eq__(self, other):
+        raise KeyError
+
+
+@pytest.mark.parametrize("raised, said", [
+    (Speechless(), "raised Speechless: <its message cannot be shown>, line "),
+    (SystemExit(Speechless()), "called sys.exit(<Speechless without a repr: KeyError>), line "),
+    (SystemExit(10**5000), "called sys.exit(<int without a repr: ValueError>), line "),
+], ids=["error", "exit", "status"])  # fmt: skip
+def test_an_error_that_says_nothing_of_itself_is_an_answers_mistake_too(raised, said):
+    def answer():
+        raise raised from Speechless()
+
+    assert attempt(answer)[1].startswith(said)
 
 
 def test_a_number_that_is_off_by_rounding_is_no_multiple():
@@ -238,7 +270,7 @@ def test_one_text_is_read_as_stub_and_as_solution():
 
 def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
     text = "import math\n### ANSWER: own_schedule\n\n\ncheck(my_schedule)"
-    for read, shown in ((sources.student, OWN.stub), (sources.solution, str(OWN.solution()))):
+    for read, shown in ((marks.student, OWN.stub), (marks.solution, str(OWN.solution()))):
         assert read(text) == f"import math\n{shown}\n\n\ncheck(my_schedule)"
 
 
@@ -258,12 +290,12 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
 )
 def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, line):
     said = rf"line {line}, '#.*a marker that is misplaced or misspelled; legal: "
-    for read in (sources.student, sources.solution):
+    for read in (marks.student, marks.solution):
         refuses(said, read, text)
 
 
 def test_an_answer_that_no_file_has_is_an_error():
-    for read in (sources.student, sources.solution):
+    for read in (marks.student, marks.solution):
         refuses("no such answer; legal: accumulate, ", read, "### ANSWER: nosuch\nx = 1")
 
 

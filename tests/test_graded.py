@@ -21,7 +21,7 @@ from processes import python
 from refusals import refuses, shell_refuses
 
 ALL = tuple(pl.exercises.ALL.values())
-ANSWER = pl.exercises.model_states.solution().words
+ANSWER = str(pl.exercises.model_states.solution())
 SOLVED = sorted((Path(__file__).parents[1] / "labs" / "solutions").glob("[0-9]*.ipynb"))
 WORK = r"\bpl\.(run|observe|launch|trace|predict|plan_search)\(|\.check\("
 LOOPS = "def loop():\n    while True: pass\ndevices_needed = loop()"

@@ -1,8 +1,7 @@
 """Lab 00: one training step over several micro-batches, in plain PyTorch.
 
 The answer gets a small reference GPT, SGD (which hides no wrong factor) and micro-batches, some of
-them of unequal size. The limit on its peak memory comes from forward and backward of the largest
-micro-batch.
+them of unequal size.
 """
 
 from __future__ import annotations

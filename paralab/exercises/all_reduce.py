@@ -1,9 +1,7 @@
 """Lab 01: half a ring all-reduce, a whole one, and one on two levels of links.
 
 The rings are compared with their formulas (Patarasuk & Yuan 2009, sec. 4), and their time is that
-of a replay on a stated link, in which computing takes none: so it is the same on every machine. The
-chunks of the whole ring are of unequal size where N does not divide the tensor. The two-level
-all-reduce is judged by the bytes between and inside nodes.
+of a replay on a stated link, in which computing takes none: so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ def all_gather_half(tries: Tries) -> None:
 
 
 def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs: the answer gets a tensor of which one chunk is finished; the other
-    chunks are -1.
-    """
+    """What every rank runs: one chunk of the answer's tensor is finished, the others are -1."""
     n, own = watch.group.size, (watch.group.index + 1) % watch.group.size
     tensor = torch.full((n, CHUNK), -1.0)
     tensor[own] = torch.from_numpy(chunks(n, seed)[own])
@@ -157,7 +153,7 @@ def ring_all_reduce(tries: Tries) -> None:
 
 
 def _uneven(outcome: Outcome) -> str:
-    """By how much the sizes of messages differ, in words; "" for no more than one element."""
+    """By how much the sizes of messages differ, if by more than one element, in words, or ""."""
     sizes = outcome.report.collectives["payload_bytes"]
     spread = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
     return f"in chunks that differ by {spread:,} elements, more than one" if spread > 1 else ""

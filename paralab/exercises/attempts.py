@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paralab.checks import LEGAL, shown
+from paralab.checks import LEGAL
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.failure import describe
 from paralab.ranks.hangs import Frame, noted_place, place
 from paralab.ranks.output import keeping
 
@@ -53,10 +54,7 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
     except (Exception, SystemExit, GeneratorExit) as error:
         if isinstance(error, ValueError) and LEGAL in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
-        failure = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
-        if isinstance(error, SystemExit):
-            failure = f"called sys.exit({shown(error.code)})"
-        return None, without_stub(failure + origin(error))
+        return None, without_stub(describe(error, 0).what + origin(error))
 
 
 def _is_at(standing: str) -> str:

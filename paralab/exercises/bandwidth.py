@@ -37,7 +37,6 @@ def bandwidth(tries: Tries) -> None:
 
 
 def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
-    """(words, bandwidth) of the known mistakes."""
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
     yield "copies may take (1 - e) / e of the time of the computation, not 1 - e of it", right / e

@@ -14,9 +14,9 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.lazy import dist, np, torch, watched
+from paralab.exercises.lazy import dist, np, torch
 from paralab.exercises.questions import kind_of
-from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, wrong_block
+from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, products, wrong_block
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
@@ -120,22 +120,9 @@ def cannon(tries: Tries) -> None:
                 notes.memory(MEMORY, peaks, limit, words, ranks=grid_name(q))
 
 
-def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
-    """What every rank runs: a product of each of SHAPES. Returns the blocks "y"; "peak", the most
-    bytes of each product in addition to its arguments; and which of these it "changed", in words.
-    """
-    i, j = divmod(watch.group.index, q)
-    result: dict[str, Any] = {"y": [], "peak": [], "changed": []}
-    for number in range(len(SHAPES)):
-        x, w = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number)[:2])
-        watch.label, lent = f"{number}", watched.Lent(x=x, w=w)
-        with watch.section() as section:
-            y = answer[0](x, w, q)
-        result["y"].append(watched.array(y))
-        result["peak"].append(section.peak)
-        result["changed"].append(lent.changed())
-        del x, w, y, lent  # so that the next case does not count them
-    return result
+def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, list]:
+    """What every rank runs: the forward `products`."""
+    return products(watch, seed, q, lambda x, w: answer[0](x, w, q))
 
 
 def _far(outcome: Outcome, q: int) -> Iterator[str]:

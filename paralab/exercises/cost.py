@@ -1,7 +1,6 @@
 """Lab 11: what training a model costs: days and MFU from the seconds of a step, and by formulas.
 
-    step_flops      PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward of
-                    the blocks twice, of the head once, backward twice forward
+    step_flops      PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation
     training_days   tokens times FLOPs per token over what the devices do per day
     utilisation     MFU, the model's FLOPs over what the devices could do (PaLM, Chowdhery+ 2022,
                     arXiv:2204.02311, appendix B), and HFU, which counts what is recomputed too
@@ -81,7 +80,6 @@ def days_and_mfu(tries: Tries) -> None:
 
 
 def known_shares(right: float, samples: int, seconds: float, devices: int) -> list:
-    """(words, share) of the known mistakes with MFU and HFU."""
     return [
         ("that is in per cent", 100 * right),
         ("yours divides by the peak of one device, not of all", right * devices),
@@ -135,7 +133,6 @@ def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
 
 
 def known_flops(model: ModelSpec, samples: int) -> Mistakes:
-    """(words, FLOPs) of the known mistakes with eq. 3."""
     blocks, head = model.layers * block_flops(model, samples), head_flops(model, samples)
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
     right, without_scores = 4 * blocks + 3 * head, 4 * linear + 3 * head
@@ -158,7 +155,6 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
 
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
-    """(words, days) of the known mistakes."""
     settings = {"tokens": tokens, "devices": devices, "flops": flops}
     right = needs.training_days(model, **settings)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY

@@ -74,7 +74,7 @@ def my_ddp(tries: Tries) -> None:
 
 
 # ---- what every rank runs ------------------------------------------------------------------------
-def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
+def trained(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     """Training through the answer's wrapper; before, weights of rank r are too large by r."""
 
     def wrap(gpt: Any) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict
         watch.label = "data"
         return ddp, ddp.finish
 
-    return sync.training(watch, steps, what, wrap, shift=watch.group.index)
+    return sync.training(watch, steps, wrap, shift=watch.group.index)
 
 
 def backwards(

@@ -1,8 +1,8 @@
 """Lab 06: an estimator of a training step's memory by category, right to the byte.
 
-The right values come from the compiled program (interpret/quick.py), and equal those of the live
-ledger: states at the update, activations at their own peak. Models and numbers of ranks are
-chosen so that padding is not zero and every known mistake gives a number of its own.
+The right values come from the compiled program: states at the update, activations at their own
+peak. Models and numbers of ranks are chosen so that padding is not zero and every known mistake
+gives a number of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
 
 
 def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str) -> Mistakes:
-    """(words, bytes) of the known mistakes with one category."""
     right = right_bytes(spec, b, n, stage, precision)[state]
     psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())
     if state == "activations":

@@ -1,8 +1,7 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
-The decorator `exercise` makes an exercise of its checker, and states what an answer consists of and
-which limits it has to keep. Task and hints are in tasks/NAME.md, stub and answer are one text in
-answers/NAME.py (sources.py).
+The decorator `exercise` makes one of its checker. Task and hints are in tasks/NAME.md, stub and
+answer are one text in answers/NAME.py (sources.py).
 """
 
 from __future__ import annotations
@@ -26,30 +25,23 @@ from paralab.ranks.errors import interrupted
 TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
-@dataclass(frozen=True, repr=False)
-class Text:
+class Text(str):
     """A short text that a notebook cell shows as it is, without quotes."""
 
-    words: str
-
-    def __str__(self) -> str:
-        return self.words
-
-    __repr__ = __str__
+    __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.words)}</p>"
+        return f"<p>{html.escape(self)}</p>"
 
 
-@dataclass(frozen=True, repr=False)
 class Source(Text):
     """Source code that a notebook cell shows."""
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.words)}</pre>"
+        return f"<pre>{html.escape(self)}</pre>"
 
     def _repr_markdown_(self) -> str:
-        return f"```python\n{self.words}\n```"
+        return f"```python\n{self}\n```"
 
 
 class Takes(NamedTuple):

@@ -58,7 +58,7 @@ class Patient:
         return quick.fullest(self.model, self.plan.replace(**change))[1]
 
     def chart(self, **change: Any) -> Chart:
-        """What fills a device: with fewer devices, with the plan, and with settings changed."""
+        """What fills a device: with fewer devices, with the plan, with settings changed."""
         from paralab.view import theme
         from paralab.view.stacked_bars import bytes_bars
 

@@ -31,7 +31,7 @@ NO_MESH = "a DeviceMesh makes these groups itself; in this exercise, make them b
 
 
 class PlayedGroup(NamedTuple):
-    """Stands for the group that `new_group` returns to a member. at: the rank that is played"""
+    """What `new_group` returns to a member. at: the rank that is played"""
 
     ranks: tuple[int, ...]
     at: int
@@ -99,7 +99,7 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
 
 
 def _read(value: Any) -> Any:
-    """What an answer returns, as plain values: (coordinates, {axis: ranks})."""
+    """(coordinates, {axis: ranks}) of what an answer returns."""
     parts = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
     if not all(isinstance(one, Mapping) for one in parts) or len(parts) < 2:
         said = " and ".join(map(kind_of, parts))

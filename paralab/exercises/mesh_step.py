@@ -1,8 +1,7 @@
 """Lab 10: one training step on a data x pipeline mesh.
 
 Micro-batches go through the stages of a pipeline, gradients are averaged over dp and clipped by the
-norm of the whole model's gradient, and the weights are updated. The answer runs on three meshes of
-different sizes, and is compared with one process.
+norm of the whole model's gradient. The answer is compared with one process.
 """
 
 from __future__ import annotations
@@ -107,16 +106,7 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
         stages, most = [sum(squares[n] for n in names) ** 0.5 for names in weights], CLIPS[step]
         for rank, norms in enumerate(outcome["norms"]):
             added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = [
-                (
-                    "it is the norm of this stage alone: sum the squares over pp, and wait for the "
-                    "result",
-                    stages[rank],
-                ),
-                ("the norms of the stages are added, not their squares", added),
-                ("squares are summed over dp, required: over pp", stages[rank] * d**0.5),
-                *_known_norms(norm, one_pipeline, most, model, plan),
-            ]
+            known = _known_norms(norm, one_pipeline, stages[rank], added, most, model, plan)
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -143,10 +133,20 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
 
 
 def _known_norms(
-    right: float, one_pipeline: float, most: float, model: ModelSpec, plan: Plan
+    right: float,
+    one_pipeline: float,
+    own: float,
+    added: float,
+    most: float,
+    model: ModelSpec,
+    plan: Plan,
 ) -> Mistakes:
-    """(words, norm) of mistakes that give the same norm on every rank. most: max_norm"""
+    """own: the norm of the rank's stage; added: the sum of the stages' norms; most: max_norm"""
     d, m = plan.dp, plan.microbatches
+    said = "it is the norm of this stage alone: sum the squares over pp, and wait for the result"
+    yield said, own
+    yield "the norms of the stages are added, not their squares", added
+    yield "squares are summed over dp, required: over pp", own * d**0.5
     for times in (1, d):
         yield "old gradients were not set to zero", OLD * model.num_params**0.5 * times
         said = "it is the norm of one pipeline's gradient: average over dp first, and wait for the "

@@ -71,7 +71,7 @@ def right(rows: Rows, rate: Rate = geometric) -> tuple[float, float, float]:
 
 
 def known(rows: Rows, place: int) -> Mistakes:
-    """(words, number) of the known mistakes with number ``place`` of `REQUIRED`."""
+    """place: of the number in `REQUIRED`"""
     numbers, (seen, unseen) = right(rows), (errors(rows, fitted) for fitted in splits(rows))
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),

@@ -77,7 +77,7 @@ def _named(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _mistakes(model: ModelSpec, b: int, m: int, right: float, of_one: float) -> Mistakes:
-    """(words, bytes) of the known mistakes. of_one: the peak with a single micro-batch."""
+    """of_one: the peak with a single micro-batch"""
     psi, s, h = model.num_params, model.seq_len, model.hidden
     sbh, scores = s * b * h, model.heads * s * s * b
     block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab

@@ -126,7 +126,7 @@ def one_step(
 
 
 def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
-    """Bytes of one micro-batch in a stage: kept until its backward, and at the peak in addition."""
+    """Bytes of one micro-batch: kept until its backward, and at the peak in addition."""
     tokens, targets = batch
     with watch.section() as section:
         x = torch.zeros(SHAPE, requires_grad=True) if stage.embedding is None else tokens

@@ -99,10 +99,7 @@ def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]
 
 
 def _planned(
-    answer: Callable[..., Any],
-    case: Case,
-    note: Callable[[str], None],
-    questions: int = QUESTIONS,
+    answer: Callable[..., Any], case: Case, note: Callable[[str], None], questions: int = QUESTIONS
 ) -> Plan:
     left = iter(range(questions))  # an answer may assign QUESTIONS without effect
 

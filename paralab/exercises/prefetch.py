@@ -1,10 +1,10 @@
 """Lab 05: ZeRO-3 that gathers the next unit while this one computes.
 
-The answer is a whole ZeRO-3. It runs two steps of timed units (timed.py) on 2 ranks, and the
-recorded order of the second is replayed with stated costs. So the exposed time, in which a rank
-waits for messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). In the
-first step an answer may learn the order of the units, as DeepSpeed does. If it keeps these limits,
-it trains on 3 ranks, with the limits of `my_zero3` and one more unit of memory (zero3.py).
+The answer is a whole ZeRO-3. It runs two steps of timed units (timed.py), and the recorded order of
+the second is replayed with stated costs. So the exposed time, in which a rank waits for messages,
+is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). In the first step an answer
+may learn the order of the units, as DeepSpeed does. If it keeps these limits, it trains with the
+limits of `my_zero3` and one more unit of memory (zero3.py).
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ class Reply(NamedTuple):
     trouble: str
 
     def number(self, right: float, known: Mistakes, *how: Any) -> str:
-        """What is wrong with a reply that has to be one number. how: further arguments of
-        `wrong_number`.
-        """
+        """`wrong_number` of a reply that has to be one. how: its further arguments."""
         return self.trouble or wrong_number(self.value, right, known, *how)
 
     def numbers(
@@ -66,9 +64,7 @@ class Reply(NamedTuple):
             how = "{:.6g}".format, f", {limit}", tolerance
             yield limit, wrong or wrong_number(numbers[position], size, known, *how)
 
-    def states(
-        self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0
-    ) -> str:
+    def states(self, right: Mapping[str, float], known: Callable[[str], Mistakes]) -> str:
         """What is wrong with the first wrong entry of a reply that has to be {state: bytes}, or "".
 
         right  the right entries
@@ -79,15 +75,12 @@ class Reply(NamedTuple):
             return self.trouble
         if not isinstance(states, Mapping):
             return f"required: a dict, {{state: bytes}}, yours is {kind_of(states)}"
-        for state in (*right, *states):
-            if state not in states:
-                return f"the state {state!r} is missing"
-            if state not in right:
-                required = ", ".join(right)
-                return f"yours has {shown(state)}, required: only {required}"
+        if missing := [state for state in right if state not in states]:
+            return f"the state {missing[0]!r} is missing"
+        if other := [state for state in states if state not in right]:
+            return f"yours has {shown(other[0])}, required: only {', '.join(right)}"
         for state, size in right.items():
-            how = known(state), size_text, " of bytes", tolerance
-            if wrong := wrong_number(states[state], size, *how):
+            if wrong := wrong_number(states[state], size, known(state), size_text, " of bytes"):
                 return f"{state!r}: {wrong}"
         return ""
 

@@ -69,8 +69,7 @@ def checkpoint(tries: Tries) -> None:
 
 def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, list, int, int]:
     """What the rank runs. Returns the step without checkpoints and with the answer; if their
-    gradients differ, how they do so without dropout, and in a step with a single call; and the
-    bytes at the peak of a step without checkpoints, and with torch's.
+    gradients differ, how they do so without dropout, and in a step with a single call; and `peaks`.
     """
     with watch.unseen():
         known, right = peaks(), _step(without, seed, contextlib.nullcontext())

@@ -117,26 +117,17 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
 
 
 def late(
-    simulated: Simulation,
-    best: Callable[[int, int], Schedule] = one_f_one_b,
-    name: str = "1F1B",
+    simulated: Simulation, best: Callable[..., Schedule] = one_f_one_b, name: str = "1F1B"
 ) -> str:
     """The first action that starts later than in ``best``, a schedule that keeps the limit."""
     order, starts = simulated.order, _starts(simulated)
     earliest = _starts(simulate(best(order.ranks, order.microbatches)))
     for key, (_, _, soonest) in sorted(earliest.items(), key=lambda item: item[1][2]):
         action, position, start = starts.get(key, (None, 0, 0.0))
-        if key[1] != "W" and start > soonest * SLACK + 1e-12:
-            return (
-                f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
-                f"{ms(start)}; in {name} it starts at {ms(soonest)}"
-            )
+        if key.kind != "W" and start > soonest * SLACK + 1e-12:
+            said = f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
+            return f"{said}{ms(start)}; in {name} it starts at {ms(soonest)}"
     return "forwards and input halves start in time, weight halves too late"
-
-
-def idle(simulated: Simulation) -> str:
-    """The first idle time of a rank between two of its actions, in words."""
-    return _gaps(simulated)[0][2]
 
 
 def wasted(simulated: Simulation) -> str:
@@ -186,11 +177,11 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
 
 
 class Target(NamedTuple):
-    """What a schedule has to reach, for p ranks and m micro-batches.
+    """What a schedule has to reach, by default 1F1B's time and memory.
 
     took     the seconds that count: of the step, or of a rank from its first action to its last
-    seconds  the most that these may be
-    alive    the most micro-batches that a rank may hold
+    seconds  (p, m) -> the most that these may be
+    alive    p -> the most micro-batches that a rank may hold
     why      the reason for a schedule that takes longer, in words, or ""
     """
 
@@ -212,14 +203,14 @@ def missed(reply: Reply, p: int, m: int, target: Target) -> str:
     return first_too_many(simulated.schedule, target.alive(p))
 
 
-def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, int, float]]:
-    """{(stage, F or B or W, micro-batch): (action, position in its list, start)}; I counts as B."""
-    rows, starts = {}, iter(simulated.start.tolist())
-    for row in simulated.schedule:
-        for position, action in enumerate(row):
-            kind = action.kind.replace("I", "B")
-            rows[action.stage, kind, action.microbatch] = action, position, next(starts)
-    return rows
+def _starts(simulated: Simulation) -> dict[Action, tuple[Action, int, float]]:
+    """{action: (itself, position in its list, start)}; as a key, I is B."""
+    starts = iter(simulated.start.tolist())
+    return {
+        action._replace(kind=action.kind.replace("I", "B")): (action, position, next(starts))
+        for row in simulated.schedule
+        for position, action in enumerate(row)
+    }
 
 
 def first_too_many(schedule: Schedule, limit: int) -> str:
@@ -229,10 +220,8 @@ def first_too_many(schedule: Schedule, limit: int) -> str:
     for rank, (row, counts) in enumerate(zip(schedule, live(schedule), strict=True)):
         if max(counts) > limit:
             position = next(i for i, count in enumerate(counts) if count > limit)
-            return (
-                f"rank {rank} holds {max(counts)} micro-batches, required: at most {limit}: "
-                f"{row[position]}, the {_nth(position)} of its list, is one too many"
-            )
+            said = f"rank {rank} holds {max(counts)} micro-batches, required: at most {limit}: "
+            return f"{said}{row[position]}, the {_nth(position)} of its list, is one too many"
     return ""
 
 
@@ -267,7 +256,7 @@ TARGETS = (
         took=attrgetter("cost"),
         seconds=lambda p, m: 3 * m * FORWARD_S,
         alive=lambda p: 2 * p - 1,
-        why=idle,
+        why=lambda simulated: _gaps(simulated)[0][2],
     ),
     Target(alive=least_alive, why=wasted),
 )

@@ -1,9 +1,8 @@
 """Lab 00: how many bytes a model's states take, and how many devices hold them.
 
-Mixed precision with AdamW keeps 16 bytes per parameter, whatever the model: weights and gradients
-in 16 bits, master weights and two moments in 32 (Rajbhandari+ 2020, ZeRO, arXiv:1910.02054, sec.
-3.1). The checker requires the exact bytes of several models and recipes, so a constant that happens
-to fit one of them fails on the next.
+Mixed precision with AdamW keeps 16 bytes per parameter (Rajbhandari+ 2020, ZeRO, arXiv:1910.02054,
+sec. 3.1). The checker has several models and recipes, so a constant that happens to fit one of them
+fails on the next.
 """
 
 from __future__ import annotations
@@ -28,21 +27,18 @@ REQUIRED = {
     "devices": "four models on devices of 24 and 80 GB, and one that fills its devices exactly",
 }
 TIED, OWN, LARGE, DEVICES = REQUIRED
-STATE_CASES = (  # limit, model, tied, recipe
-    (TIED, "gpt2", True, "fp32"),
-    (TIED, "gpt2", True, "mixed"),
-    (OWN, "gpt2", False, "mixed"),
-    (OWN, "laptop", False, "mixed, fp32 gradients"),
-    (LARGE, "ptdp-7.5b", True, "mixed"),
-    (LARGE, "ptdp-1t", True, "mixed, fp32 gradients"),
-)
-# Model, recipe, GB of a device. The first fits exactly, the others leave 0.08, 0.49, 0.76 and 0.61.
-DEVICE_CASES = (
-    ("gpt2", "fp32", 0.497759232),
-    ("gpt2", "fp32", 24),
-    ("ptdp-7.5b", "mixed", 80),
-    ("ptdp-145b", "mixed, fp32 gradients", 80),
-    ("ptdp-1t", "mixed", 80),
+CASES = (  # limit, model, recipe, GB of a device if devices are to be counted
+    (TIED, "gpt2", "fp32"),
+    (TIED, "gpt2", "mixed"),
+    (OWN, "gpt2", "mixed"),
+    (OWN, "laptop", "mixed, fp32 gradients"),
+    (LARGE, "ptdp-7.5b", "mixed"),
+    (LARGE, "ptdp-1t", "mixed, fp32 gradients"),
+    (DEVICES, "gpt2", "fp32", 0.497759232),  # fits exactly; the others leave a part of a device,
+    (DEVICES, "gpt2", "fp32", 24),  # 0.08, 0.49, 0.76 and 0.61
+    (DEVICES, "ptdp-7.5b", "mixed", 80),
+    (DEVICES, "ptdp-145b", "mixed, fp32 gradients", 80),
+    (DEVICES, "ptdp-1t", "mixed", 80),
 )
 
 
@@ -52,16 +48,13 @@ DEVICE_CASES = (
     required=REQUIRED,
 )
 def model_states(tries: Tries) -> None:
-    cases: list[tuple[str, str, tuple]] = [
-        (limit, f"{name}, {recipe}", (ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe]))
-        for limit, name, tied, recipe in STATE_CASES
+    questions = [
+        (int(limit == DEVICES), (_model(limit, name), RECIPES[recipe], *memory))
+        for limit, name, recipe, *memory in CASES
     ]
-    for name, recipe, memory in DEVICE_CASES:
-        args = ModelSpec.preset(name), RECIPES[recipe], memory
-        cases.append((DEVICES, f"{name}, {recipe}, {memory} GB", args))
-    questions = [(int(limit == DEVICES), args) for limit, _, args in cases]
-    for notes, (limit, where, (model, recipe, *memory)), reply in ask(tries, cases, questions):
-        notes.where = where
+    for notes, (limit, name, recipe_name, *memory), reply in ask(tries, CASES, questions):
+        model, recipe = _model(limit, name), RECIPES[recipe_name]
+        notes.where = ", ".join([name, recipe_name, *(f"{size} GB" for size in memory)])
         if limit == DEVICES:
             total = model.num_params * sum(recipe.values())
             notes.look(limit, _wrong_devices(reply, model, total, *memory), f"{reply.value}")
@@ -71,8 +64,12 @@ def model_states(tries: Tries) -> None:
         notes.look(limit, wrong, size_text(sum(right.values())))
 
 
+def _model(limit: str, name: str) -> ModelSpec:
+    return ModelSpec.preset(name).replace(tied=limit != OWN)
+
+
 def known_states(model: ModelSpec, size: int) -> Mistakes:
-    """(words, bytes) of the known mistakes with a state that takes ``size`` bytes per parameter."""
+    """size: bytes per parameter"""
     right, head = model.num_params * size, model.vocab * model.hidden * size
     if not model.tied:
         yield "with tied=False the output matrix is a tensor of its own", right - head

@@ -13,6 +13,7 @@ limit of memory. M, K and N differ: X is the larger matrix in one case, W in the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -46,16 +47,17 @@ FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = REQUIRED
 @exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), required=REQUIRED)
 def summa(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, outcome in tries.run(multiply, q * q, where=f"q={q}"):
+        for notes, outcome in tries.run(multiply, q * q, q, where=f"q={q}"):
             for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
                 cases = ((name, number) for number in range(len(SHAPES)) for name in names)
                 wrong = first(wrong_block(outcome, name, number, q) for name, number in cases)
-                if wrong and not all(outcome["kept"]):
+                if wrong and any(map(any, outcome["changed"])):
                     wrong += OVERWRITTEN
                 notes.look(limit, wrong, "every block")
             once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
-            for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
-                yours = sum(outcome.sent(label)) / 4
+            there, back = outcome.sent(*map(str, range(len(SHAPES)))), outcome.sent(BACKWARD)
+            for limit, sent, required in ((SENT, there, once), (SENT_BACK, back, 2 * once)):
+                yours = sum(sent) / 4
                 wrong = f"all ranks send {yours:,.0f} elements, required: {required:,}"
                 wrong += as_many(yours, required)
                 notes.look(limit, wrong if yours != required else "", f"{required:,}")
@@ -68,31 +70,37 @@ def summa(tries: Tries) -> None:
                     notes.memory(MEMORY, peaks, most, words, why, grid_name(q))
 
 
-def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs: products of drawn matrices.
-
-    Returns, for each of SHAPES, the blocks "y", "dx" and "dw", and "peak", the most bytes of
-    forward in addition to its arguments; and "kept", whether forward leaves these unchanged.
-    """
+def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, list]:
+    """What every rank runs: `products`, and their gradients."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new empty tensors with NaN
-    q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
     columns = [dist.new_group([a * q + b for a in range(q)]) for b in range(q)]
     product = answer[0](rows[i], columns[j])
-    result: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "kept": True}
+    return products(watch, seed, q, product.forward, product.backward)
+
+
+def products(
+    watch: Any, seed: int, q: int, forward: Callable, backward: Callable | None = None
+) -> dict[str, list]:
+    """For each of SHAPES the blocks "y" of a product, and "dx" and "dw" if there is a backward;
+    "peak", the most bytes of forward in addition to its arguments; and which of these it "changed",
+    in words. The label of forward's calls is the number of the case.
+    """
+    place, result = divmod(watch.group.index, q), defaultdict(list)
     for number in range(len(SHAPES)):
-        x, w, dy = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number))
-        watch.label, lent = FORWARD, watched.Lent(x=x, w=w)
+        x, w, dy = (torch.from_numpy(one[place]) for one in blocks(seed, q, number))
+        watch.label, lent = f"{number}", watched.Lent(x=x, w=w)
         with watch.section() as section:
-            y = product.forward(x, w)
-        result["kept"] &= not lent.changed()
-        watch.label = BACKWARD
-        dx, dw = product.backward(x, w, dy)
+            made = {"y": forward(x, w)}
+        result["changed"].append(lent.changed())
         result["peak"].append(section.peak)
-        for name, block in (("y", y), ("dx", dx), ("dw", dw)):
+        if backward:
+            watch.label = BACKWARD
+            made["dx"], made["dw"] = backward(x, w, dy)
+        for name, block in made.items():
             result[name].append(watched.array(block))
-        del x, w, dy, y, dx, dw, block, lent  # so that the next case does not count them
+        del x, w, dy, made, block, lent  # so that the next case does not count them
     return result
 
 

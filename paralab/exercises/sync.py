@@ -1,8 +1,8 @@
 """Lab 02: gradients averaged over the ranks after each backward.
 
 The answer trains the reference GPT on 3 and 4 ranks with SGD, which hides no wrong factor, and is
-compared with one process: gradients after one step, weights after two. `my_ddp` (ddp.py), a wrapper
-whose hooks average gradients while backward still runs, is judged by the same trainings.
+compared with one process. `my_ddp` (ddp.py), a wrapper whose hooks average gradients while backward
+still runs, is judged by the same trainings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def look_at_training(
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
         settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
-        for notes, outcome in tries.run(work, ranks, steps, limit, memory=False, **settings):
+        for notes, outcome in tries.run(work, ranks, steps, memory=False, **settings):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
             quiet, sent = outcome.sent(NO_SYNC), outcome.sent(NO_SYNC, "data")
             most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
@@ -62,13 +62,13 @@ def look_at_training(
                 if math.isfinite(bucket_bytes):
                     wrong += ", and the last backward of a step runs outside no_sync()"
                 notes.look(BYTES, wrong, "")
-            known, terms = {}, {}
+            how = {}
             if limit == GRADIENTS:
-                known, terms = _mistakes(outcome, right), _terms(outcome)
-            wrong = first_wrong_tensor(outcome["tensors"], right, terms=terms, known=known)
+                how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
+            wrong = first_wrong_tensor(outcome[limit], right, **how)
             if wrong and limit == WEIGHTS:  # only now: this takes another training
                 known = with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
-                wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
+                wrong = first_wrong_tensor(outcome[limit], right, known=known)
             notes.look(limit, wrong, f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = outcome.report.collectives
@@ -120,15 +120,15 @@ def _mistakes(outcome: Outcome, right: dict[str, Any]) -> dict[str, dict[str, An
     return mistakes
 
 
-def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
+def averaged(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     """What every rank runs: training that calls the answer after the last backward of a step."""
-    return training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
+    return training(watch, steps, lambda gpt: (gpt, lambda: answer[0](gpt)))
 
 
-def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> dict[str, Any]:
-    """Train the reference GPT on this rank's samples. Returns the "gradients" of the last step or
-    the "weights" after it, whichever ``what`` names, and for known mistakes the gradients of this
-    rank's samples alone, with right weights and with shifted ones.
+def training(watch: Any, steps: int, wrap: Any, shift: int = 0) -> dict[str, Any]:
+    """Train the reference GPT on this rank's samples. Returns the "gradients" of the last step, the
+    "weights" after it, and for known mistakes the gradients of this rank's samples alone, with
+    right weights and with shifted ones.
 
     wrap   module -> (model to call with tokens and targets, function to call after backward)
     shift  what is added to every weight of this rank before training
@@ -157,8 +157,7 @@ def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> di
     weights = watched.arrays(gpt)
     with watch.unseen():
         own, unequal = (_own(group.index, group.size, by) for by in (0, shift))
-    tensors = gradients if what == GRADIENTS else weights
-    return {"tensors": tensors, "own": own, "unequal": unequal}
+    return {"gradients": gradients, "weights": weights, "own": own, "unequal": unequal}
 
 
 def _shifted(by: int) -> Any:

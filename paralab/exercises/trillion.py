@@ -2,10 +2,8 @@
 
 The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
 days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
-r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends per step is three sums
-(sec. 3): all-reduces of activations in every block and micro-batch, messages to the stages before
-and after, and the gradients. It is asked of plans with 16 to 384 ranks, on the first stage and on
-one in the middle, not on the last stage, whose head sends more.
+r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends (sec. 3) is asked of plans
+with 16 to 384 ranks, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from paralab.checks import count_of, illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text, unlike
+from paralab.exercises.questions import Mistakes, ask, kind_of, size_text, unlike, wrong_number
 from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -136,16 +134,15 @@ def rank_sends(tries: Tries) -> None:
         model, plan, rank = case
         notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
         notes.where += f"m={plan.microbatches}, rank {rank}"
-        sent, wrong = reply.value, reply.trouble
-        if not wrong and not isinstance(sent, Mapping):
-            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
+        sent, trouble = reply.value, reply.trouble
+        if not trouble and not isinstance(sent, Mapping):
+            trouble = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
         for axis, size in _sent(*case).items():
-            missing = wrong or f"the dict has no entry {axis!r}"
-            entry = Reply(sent[axis], "") if not wrong and axis in sent else Reply(None, missing)
-            known, what = _known_bytes(axis, size, *case), f" of bytes along {axis}"
-            notes.each(
-                axis, entry.number(size, known, size_text, what, EXACT), "right in all plans"
-            )
+            wrong = trouble or f"the dict has no entry {axis!r}"
+            if not trouble and axis in sent:
+                how = _known_bytes(axis, size, *case), size_text, f" of bytes along {axis}", EXACT
+                wrong = wrong_number(sent[axis], size, *how)
+            notes.each(axis, wrong, "right in all plans")
 
 
 @functools.cache
@@ -156,7 +153,7 @@ def _sent(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -> Mistakes:
-    """(words, bytes) of the known mistakes. size: the right bytes"""
+    """size: the right bytes"""
     d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
     a_number = f"in {plan.precision} a number has {w} bytes"

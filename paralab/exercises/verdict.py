@@ -1,8 +1,10 @@
 """The verdict on an answer: for each limit what is required, what the answer does, and a yes or no.
 
 Rows are text with rounded numbers and no clock readings, so the same answer gets the same verdict
-every time, and a verdict can be compared with the one that a notebook stores. This module does not
-import torch.
+every time, and a verdict can be compared with the one that a notebook stores. Three details of
+wrong answers are left to chance: which of the ranks whose calls differ reports it, the contents of
+memory that nothing has been written to, and the last digits of bytes that Python has allocated.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -191,13 +193,7 @@ class Notes:
         self.note(limit, self._at_case(show(yours)), yours <= most * SLACK, said)
 
     def bytes(
-        self,
-        limit: str,
-        sent: Sequence[float],
-        most: int,
-        doing: str = "",
-        *,
-        least: int | None = None,
+        self, limit: str, sent: Sequence, most: int, doing: str = "", least: int | None = None
     ) -> None:
         """Record whether each rank sends from ``least`` to ``most`` bytes; without ``least``,
         exactly ``most``. sent: bytes by rank; doing: "in a step", or "".

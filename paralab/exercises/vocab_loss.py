@@ -2,8 +2,7 @@
 
 The logits are the largest activation of a model, and the loss needs only three numbers per token:
 the maximum, the sum of exponentials, the target's logit (Shoeybi+ 2019, arXiv:1909.08053, sec. 3).
-The checker's logits are so large that exp overflows unless the maximum is subtracted. An answer
-that gathers the logits breaks the limits of bytes and of memory.
+The checker's logits are so large that exp overflows unless the maximum is subtracted.
 """
 
 from __future__ import annotations

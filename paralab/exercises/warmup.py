@@ -1,7 +1,4 @@
-"""Lab 03: how many forwards a rank of a pipeline runs before its first backward.
-
-The checker calls the answer for many sizes, and counts the forwards in the schedules themselves.
-"""
+"""Lab 03: how many forwards a rank of a pipeline runs before its first backward."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 An all-reduce is a reduce-scatter and an all-gather, and the optimizer fits between the two: each
 rank updates one N-th of the parameters, so it needs the optimizer states of that N-th alone
 (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.1 and 7.2.1). Plain data parallelism sends the same
-bytes, and breaks the limit of what is kept between steps. The checker draws the gradients. Ψ is
-padded to a multiple of N.
+bytes, and breaks the limit of what is kept between steps.
 """
 
 from __future__ import annotations

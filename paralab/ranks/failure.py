@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Collection
 from typing import NamedTuple
 
-from paralab.checks import shortened
+from paralab.checks import shortened, shown
 from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START
@@ -67,17 +67,14 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
         return Failure(rank, now, "refused", str(error))
     if isinstance(error, RankError):  # raised by paralab about the user's function
         return Failure(rank, now, "error", shortened(f"failed: {error}"))
-    try:
-        message = str(error).strip()
-    except Exception:
-        message = "<its message cannot be shown>"
+    message = _message(error)
     line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
     text = _traceback(error)
     if noted:
         text += f"(this rank was in {noted})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
     if isinstance(error, SystemExit):
-        what = f"called sys.exit({error.code!r})"
+        what = f"called sys.exit({shown(error.code)})"
         status = error.code & 0xFF if isinstance(error.code, int) else 1
     elif isinstance(error, OutOfMemory):
         kind, what, table = "memory", f"ran out of memory: {line}", error.table
@@ -93,6 +90,13 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
     elif _is_from_a_peer(error):
         kind = "communication"
     return Failure(rank, now, kind, shortened(what), shortened(text), shortened(table), status)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # the class may be the user's
+        return "<its message cannot be shown>"
 
 
 def _traceback(error: BaseException) -> str:
@@ -121,10 +125,11 @@ def _readable(text: str) -> str:
 def _is_from_a_peer(error: BaseException | None) -> bool:
     """Whether a rank that was lost caused this error, or an error that led to it."""
     seen: list[BaseException] = []
-    while error is not None and error not in seen:
+    while error is not None and all(error is not one for one in seen):
         if _TORCHS_FROM_A_PEER & {kind.__name__ for kind in type(error).__mro__}:
             return True
-        if isinstance(error, (RuntimeError, ConnectionError)) and _FROM_A_PEER.search(str(error)):
+        of_torch = isinstance(error, (RuntimeError, ConnectionError))
+        if of_torch and _FROM_A_PEER.search(_message(error)):
             return True
         seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -12,7 +12,7 @@ marked as a solution, it makes labs/solutions/NN_name.ipynb too. Four marks:
     ### END SOLUTION            BEGIN is. No notebook shows the mark lines themselves
     ### ANSWER: name            here comes paralab/exercises/answers/name.py, or answers/name.py, a
                                 second solution; marks and all, without its docstring
-                                (paralab/exercises/sources.py inserts it)
+                                (marks.py inserts it)
     # %% tags=["solution-only"]             this cell, code or markdown, is in the solutions only
     # %% [markdown] tags=["student-only"]   and this one in the student's notebook only
 
@@ -47,14 +47,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from browser import chromium
 from lab_outputs import PLOTLY, PNG, WIDGET
-from paralab.exercises.sources import ANSWERS, solution, student
+from marks import solution, student
 from paralab.view import widget_picture
 from widget_png import drawn as drawn_widget
 
 HERE = Path(__file__).resolve().parent
 LABS = HERE.parents[1] / "labs"
 SOURCES = HERE / "src"
-FOLDERS = ANSWERS, HERE / "answers"
 CELL_TIMEOUT_S = 300  # against a cell that hangs
 README_PICTURE, README_TAG = HERE / "pictures" / "timeline.png", "readme-picture"
 PICTURE_WIDTH = widget_picture.WIDTH[1]
@@ -84,7 +83,7 @@ def cells_of(source: Path, *, solved: bool = False) -> NotebookNode:
             cell.metadata["tags"] = tags
         if cell.cell_type == "code":
             try:
-                cell.source = (solution if solved else student)(cell.source, FOLDERS)
+                cell.source = (solution if solved else student)(cell.source)
             except ValueError as error:
                 raise ValueError(f"{source.name}, cell {number}: {error}") from None
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
