@@ -125,6 +125,7 @@ def as_torchrun_rank(port: int, rank: int, at: tuple[int, int, int] = (0, 0, 2),
     """In a rank of ours: forget its group and say what torchrun would. at: its machine, and which
     of how many ranks it is there.
     """
+    dist.barrier()  # else a rank that is still connecting to the others would lose this one
     dist.destroy_process_group()
     node, local, of = at
     said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": of}
