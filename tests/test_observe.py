@@ -535,10 +535,11 @@ def test_what_a_script_writes_on_standard_error_comes_out_there(shell):
 
 
 LEAVES = """
-import atexit, sys, threading, time, torch
+import atexit, sys, tempfile, threading, time, torch
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 log, pools = open("log", "w"), (ProcessPoolExecutor(1), ThreadPoolExecutor(1))
+scratch = tempfile.TemporaryDirectory(prefix="scratch-", dir=".")
 
 def later(name):
     time.sleep(0.3)
@@ -565,8 +566,9 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(LEAVES)
     pl.observe(tmp_path / "train.py", 1, (how,), timeout=60)
+    (tmp_path / "train.py").unlink()
+    assert not list(tmp_path.glob("scratch-*"))
     found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
-    found.pop("train.py")
     late = {"atexit": "x"} if how == "registers" else {}
     assert found == {"log": "hello", "thread": "x", "pool": "x", **late}
 

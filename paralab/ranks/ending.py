@@ -2,7 +2,8 @@
 
 A launched rank waits until all ranks are done and is then killed, so Python never ends by itself. A
 script that ran in it expects that after its last line its pools of workers end, its threads are
-joined, its functions registered with atexit are called, and its files are flushed.
+joined, its functions registered with atexit are called, its temporary folders are removed, and its
+files are flushed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import gc
 import io
 import threading
+import weakref
 from collections.abc import Iterator
 
 
@@ -21,7 +23,11 @@ def ending() -> Iterator[None]:
     waited for: they may wait for something that will never come.
     """
     before = set(threading.enumerate())
-    atexit._clear()  # of what the process has registered that this one was forked from
+    # What the process had registered that this one was forked from is left to that process.
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # so that the next one registers them again
     try:
         yield
         for end in reversed(getattr(threading, "_threading_atexits", ())):
