@@ -333,8 +333,9 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
     ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
 ])  # fmt: skip
 def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
-    experiment, capsys, monkeypatch, variables, said
+    experiment, capsys, monkeypatch, tmp_path, variables, said
 ):
+    monkeypatch.chdir(tmp_path)  # a rank makes the folder of its part first
     monkeypatch.setattr(cli, "OTHERS_WAIT", 0.0)
     monkeypatch.setattr(cli, "experiment", the_real_one)
     for name, value in variables.items():
