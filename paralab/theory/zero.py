@@ -15,8 +15,8 @@ The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 
 micro-batches, stage 2 reduces the gradients of each, and stage 3 also gathers the parameters for
 the forward and the backward of each.
 
-A run needs padding, buffers and activations in addition (`pl.program(...).peak()`), and stage 3
-holds at least the largest unit unsharded while it computes.
+These are model states. A run needs padding, buffers and activations in addition
+(`pl.program(...).peak()`), and stage 3 holds at least the largest unit unsharded while it computes.
 """
 
 from __future__ import annotations
