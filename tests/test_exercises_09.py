@@ -25,6 +25,8 @@ ALL, SHARE = {FIRST, OTHERS, PAPER}, "efficiency / (1 - efficiency)"
 needed = altered("bandwidth")
 WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (needed(("8 * tokens", "6 * tokens")), ALL, "8 FLOPs per parameter and token, not 6"),
+    (needed(("8 * tokens", "4 * tokens")), ALL,
+     "not 4, or yours doubles the bytes: moved has those of both directions"),
     (needed((SHARE, "efficiency")), ALL, "that is e X / I: copies have 1 - e of the step's time"),
     (needed((SHARE, "(1 - efficiency) / efficiency")), {OTHERS, PAPER},
      "e and 1 - e are exchanged"),
@@ -67,6 +69,12 @@ OTHERS_PLACE = (
     "; the moments that were read are not zero, as they are before the first step: each unit needs "
 )
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
+EACH_MAPPED = (  # each unit is mapped by itself
+    ("m = torch.from_numpy(moments[at : at + size])",
+     'both = np.memmap(self.path, np.float32, "r+", 4 * at, (2 * size,))'),
+    ("v = torch.from_numpy(moments[at + size : at + 2 * size])",
+     "m, v = torch.from_numpy(both).split(size)"),
+)  # fmt: skip
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
 READ_ONLY = adam(('mode="r+"', 'mode="r"'))
@@ -92,14 +100,12 @@ WRONG = [
     (adam((MOVES, f"{MOVES}\n        m.copy_(m.bfloat16())")), {WEIGHTS}, "after step 2 "),
     (adam((NEXT, "")), {WEIGHTS},
      ("after step 1 embedding.token.weight differs in 6,827 ", OTHERS_PLACE)),
+    (adam(*EACH_MAPPED, ('"r+", 4 * at', '"r+", at')), {WEIGHTS},  # NaN and infinite numbers
+     "; the root of a negative v is NaN: v was read from where something else is stored"),
     (Misspelt, {WEIGHTS}, "raised NotImplementedError"),
 ]  # fmt: skip
 RIGHT = [
-    adam(  # each unit is mapped by itself
-        ("m = torch.from_numpy(moments[at : at + size])",
-         'both = np.memmap(self.path, np.float32, "r+", 4 * at, (2 * size,))'),
-        ("v = torch.from_numpy(moments[at + size : at + 2 * size])",
-         "m, v = torch.from_numpy(both).split(size)")),
+    adam(*EACH_MAPPED),
     adam((MOVES, f"{MOVES}\n\n\nMyStreamedAdamW.kind = MyStreamedAdamW")),
 ]  # fmt: skip
 TABLE = Table(STREAMED, WRONG, RIGHT, alone=[READ_ONLY], most=1)

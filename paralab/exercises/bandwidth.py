@@ -40,7 +40,8 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
     yield "copies may take (1 - e) / e of the time of the computation, not 1 - e of it", right / e
-    yield "a multiply-add is two FLOPs: 8 FLOPs per parameter and token, not 4", right * 2
+    both = "or yours doubles the bytes: moved has those of both directions"
+    yield f"a multiply-add is two FLOPs: 8 per parameter and token, not 4, {both}", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved
     yield "that is e X / I: copies have 1 - e of the step's time", right * (1 - e)

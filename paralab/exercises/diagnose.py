@@ -238,10 +238,10 @@ def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: floa
 
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:
-    """Whether two arrays are equal up to twice ``allowed``; NaN equals NaN."""
+    """Whether two arrays are equal up to twice ``allowed``; NaN and infinity equal themselves."""
     if np.shape(other) != got.shape:
         return False
-    return bool(((np.abs(got - other) <= 2 * allowed) | (np.isnan(got) & np.isnan(other))).all())
+    return bool(np.allclose(got, other, rtol=0, atol=2 * allowed, equal_nan=True))
 
 
 def _factor(

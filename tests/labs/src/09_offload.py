@@ -378,11 +378,9 @@ pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 #
 # ## Your optimizer trains the GPT, next to AdamW and next to the plan
 # The next cells train the reference GPT on a real rank, with an optimizer that is passed in, while
-# `pl.observe` watches. With yours no moment is in memory between steps. In its panel the
-# parameters are *other* until the model is called for the first time: before, `pl.observe` cannot
-# know what they are. The panel of the plan shows the device only; the plan also holds gradients and
-# buffers on the host. After backward, where no phase is named, its device waits for the host's
-# update and the files.
+# `pl.observe` watches. With yours no moment is in memory between steps. The panel of the plan shows
+# the device only; the plan also holds gradients and buffers on the host. After backward, where no
+# phase is named, its device waits for the host's update and the files.
 
 
 # %%
