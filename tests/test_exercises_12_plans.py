@@ -39,6 +39,8 @@ WRONG_MEMORY = [  # answer, words of the verdict
     (memory(BLOCK, "t = 1; " + BLOCK), "those of all tensor-parallel ranks together"),
     ((lambda m, p, s: m.num_params / p.pp / p.tp, alive), "stages differ"),
     (memory("model.vocab * h // t +", "0 +"), "embedding or the head is missing"),
+    (memory("model.vocab * h // t + model", "2 * model.vocab * h // t + model"),
+     "with tied=False the first stage has no head, and the last one no embedding"),
     (memory("+ 6 * h ", "+ 6 * h // t "), "norms and the biases of row-parallel layers are repl"),
     ((lambda m, p, s: "many", alive), "required: a number of parameters"),
     (memory(FLIGHT, "plan.microbatches"), "that is GPipe, which holds all micro-batches"),

@@ -3,7 +3,7 @@
 The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
 days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
 r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends (sec. 3) is asked of plans
-with 16 to 384 ranks, not on the last stage, whose head sends more.
+with 48 to 384 ranks, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paralab.spec import Cluster, ModelSpec, Plan
 # Degrees and sizes all differ, so that each known mistake gives a number of its own.
 MODEL = ModelSpec(layers=12, hidden=96, heads=6, seq_len=40, vocab=528, tied=False)
 PLANS = (
-    Plan(tp=2, pp=4, dp=3, microbatches=6, microbatch_size=5, precision="bf16"),
+    Plan(tp=6, pp=4, dp=3, microbatches=6, microbatch_size=5, precision="bf16"),
     Plan(tp=3, pp=2, dp=4, microbatches=5, recompute="full", precision="bf16"),
-    Plan(tp=6, pp=3, dp=2, microbatches=2, microbatch_size=3, precision="bf16"),
+    Plan(tp=2, pp=3, dp=5, microbatches=2, microbatch_size=3, precision="bf16"),
     Plan(tp=2, pp=1, dp=5, microbatches=3, precision="bf16"),  # the first stage is the last one
 )
 PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
@@ -68,12 +68,14 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     first, last, equal = stage == 0, stage == plan.pp - 1, MODEL.num_params / plan.pp / plan.tp
     ends = first + last
     both = "with one stage, the first is also the last: it has the embedding and the head"
+    untied = "with tied=False the first stage has no head, and the last one no embedding"
     everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
         ("yours counts those of all tensor-parallel ranks together", whole),
         ("yours is an equal part of the whole model, but stages differ", equal),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
+        (untied, right + (ends == 1) * table / plan.tp),
         ("yours has an embedding on every stage", everywhere),
         ("the positions' embedding is missing", right - first * MODEL.seq_len * h),
         *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
@@ -119,10 +121,11 @@ def _case(name: str, rank: int, **settings: Any) -> tuple[ModelSpec, Plan, int]:
     return model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank
 
 
-# Rank 192 is on stage 6; an order of the axes with pp not outermost puts it on stage 0.
+# Rank 24 is on stage 1, and rank 192 on stage 6; an order of the axes with pp not outermost puts
+# them on stage 0. No degree is 2: twice the bytes are those of numbers of twice the width.
 SENT_CASES = (
-    _case("ptdp-7.5b", 0, tp=4, pp=3, dp=2, microbatches=6, recompute="full"),
-    _case("ptdp-7.5b", 9, tp=4, pp=3, dp=2, microbatches=6),
+    _case("ptdp-7.5b", 0, tp=4, pp=3, dp=4, microbatches=6, recompute="full"),
+    _case("ptdp-7.5b", 24, tp=4, pp=3, dp=4, microbatches=6),
     _case("ptdp-39b", 12, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
     _case("gpt3-175b", 192, tp=8, pp=12, dp=4, microbatches=16, recompute="full"),
 )
@@ -160,11 +163,11 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
     if axis != "dp":
         yield "yours counts one micro-batch", size / m
         yield "yours counts one sample per micro-batch", size / plan.microbatch_size
+        yield "yours counts the samples of all data-parallel ranks", size * d
     if axis != "pp":
         n, share = (t, "(t-1)/t") if axis == "tp" else (d, "(d-1)/d")
         yield f"an all-reduce sends 2 {share} of its tensor", size * n / (2 * (n - 1))
-        also = f", or {a_number}" * (n == w == 2)
-        yield f"the factor {share} is missing{also}", size * n / (n - 1)
+        yield f"the factor {share} is missing", size * n / (n - 1)
         yield "that is half of an all-reduce" + f", or {a_number}" * (w == 4), size / 2
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
