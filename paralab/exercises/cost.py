@@ -149,7 +149,8 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "attention's scores are missing", without_scores
     scores = (right - without_scores) / model.heads
     yield "yours counts attention's scores of one head", without_scores + scores
-    yield "scores are computed for all pairs of tokens, masked or not", (right + without_scores) / 2
+    said = "attention makes two products, each for all pairs of tokens, masked or not"
+    yield said, (right + without_scores) / 2
     yield "that is 8 Ψ per token: an approximation, not the count", 8 * per_token
     yield f"that is 6 Ψ per token: {WITHOUT}", 6 * per_token
 
@@ -178,6 +179,7 @@ def shares(
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
     known_mfu = [
         ("that is HFU: MFU does not count what is recomputed", hfu),
+        ("that is 3/4 of HFU: the head is not recomputed", 3 / 4 * hfu),
         ("that is 6 Ψ per token: attention's scores are missing", 6 * per_token),
     ]
     known_hfu = [
