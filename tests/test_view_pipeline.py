@@ -98,6 +98,8 @@ def test_the_margin_has_every_ranks_idle_share():
     without = pl.predict(MODEL, pl.Plan(dp=2), cluster(), steps=2)
     both = [a.text for a in view.timelines(predicted(pp=2), without).layout.annotations]
     assert both.count("idle") == 1  # no heading where nothing is beneath
+    for dp, share in ((1, "idle: share of T, "), (2, "idle: share of its pipeline's T, ")):
+        assert share in predicted(pp=2, dp=dp).timeline(ideal=False).below  # each has its own T
 
 
 def test_forward_backward_and_its_halves_have_the_kits_colours_and_later_chunks_paler_ones():

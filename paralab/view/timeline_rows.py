@@ -56,7 +56,10 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     of_function = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
     row_height = 28 if many else 34
     if idle:  # pipelines may have many ranks, so their rows may be lower
-        remarks.append("idle: share of T, the longest time from a rank's first action to its last")
+        plans = [section.report.plan for section in sections if section.idle]
+        whose = "its pipeline's " * any(plan.dp * plan.tp > 1 for plan in plans)
+        what = "the longest time from a rank's first action to its last"
+        remarks.append(f"idle: share of {whose}T, {what}")
         row_height = max(14.0, min(30.0, 660 / bottom))
     origin = "the function" if of_function else f"step {sections[0].step}"
     if many:

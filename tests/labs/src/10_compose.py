@@ -737,9 +737,10 @@ view.memory_bars(reports, title="The activations of all micro-batches are most o
 #
 # The next picture has the wall clock, so where ranks share cores they wait for a core, too. Hatched
 # time is a recorded wait; white time is neither computation nor a recorded wait. The library's
-# column *idle* has both together, as a share of T, the longest time of a rank from its first
-# forward to its last backward. Your half also has a row for the messages of each axis, and it calls
-# *compute* what no span covers: mostly a `send` that waits until its message is taken.
+# column *idle* has both together, as a share of T, the longest time of a rank of the same pipeline
+# from its first forward to its last backward: ranks 0 and 2 have one T, ranks 1 and 3 another. Your
+# half also has a row for the messages of each axis, and it calls *compute* what no span covers:
+# mostly a `send` that waits until its message is taken.
 
 # %%
 last_waits = pl.exercises.choose(
