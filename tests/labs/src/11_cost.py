@@ -675,8 +675,9 @@ price.reveal(cost.device_hours * dollars / 1e3)
 # If you used $8\,D\,\Psi$, your estimate is 13 % too low: with $s = h$ the products of attention
 # add a sixth to those of the linear layers. (A parameter takes 18 bytes and not 16, because the
 # gradients are summed in 32 bits here. A checkpoint has 14 of them: 2 for the weight in 16 bits,
-# and 4 each for the master weight and AdamW's two moments. Gradients are not saved.) Now put
-# numbers of your own into the cell.
+# and 4 each for the master weight and AdamW's two moments. Gradients are not saved. Electricity is
+# 600 W per device, with its share of the rest of the machine.) Now put numbers of your own into the
+# cell.
 #
 # The rate of 150 TFLOP/s was an assumption. A search over the plans of lab 10 predicts it, with
 # communication that overlaps as far as it can and without any overlap:

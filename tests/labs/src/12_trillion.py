@@ -740,8 +740,9 @@ print(f"rank 1536 holds {held:,}, an eighth of its two blocks is {blocks * count
 # fake process group, and this package's tests hold `pl.dry_run` against it.
 #
 # **On your GPUs.** Nothing here was run on one. With eight, one stage of this plan is a run:
-# `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, recompute="full",
-# precision="bf16"))`. Compare its `peaks()` with those of `pl.dry_run` of the same plan.
+# `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, microbatch_size=1,
+# recompute="full", precision="bf16"))`. Compare its `peaks()` with those of `pl.dry_run` of the
+# same plan.
 #
 # ## Read on
 # * Narayanan et al. 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 and 4.1, tables 1 and
