@@ -3,7 +3,7 @@
 The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
 days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
 r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends (sec. 3) is asked of plans
-with 48 to 384 ranks, not on the last stage, whose head sends more.
+with 96 to 384 ranks, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -121,11 +121,12 @@ def _case(name: str, rank: int, **settings: Any) -> tuple[ModelSpec, Plan, int]:
     return model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank
 
 
-# Rank 24 is on stage 1, and rank 192 on stage 6; an order of the axes with pp not outermost puts
-# them on stage 0. No degree is 2: twice the bytes are those of numbers of twice the width.
+# Rank 48 is on stage 1, and rank 192 on stage 6; an order of the axes with pp not outermost puts
+# them on stage 0. No degree is 2, and no two of a plan are equal: several mistakes would give the
+# same bytes.
 SENT_CASES = (
-    _case("ptdp-7.5b", 0, tp=4, pp=3, dp=4, microbatches=6, recompute="full"),
-    _case("ptdp-7.5b", 24, tp=4, pp=3, dp=4, microbatches=6),
+    _case("ptdp-7.5b", 0, tp=4, pp=3, dp=8, microbatches=6, recompute="full"),
+    _case("ptdp-7.5b", 48, tp=4, pp=3, dp=8, microbatches=6),
     _case("ptdp-39b", 12, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
     _case("gpt3-175b", 192, tp=8, pp=12, dp=4, microbatches=16, recompute="full"),
 )
@@ -168,6 +169,8 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         n, share = (t, "(t-1)/t") if axis == "tp" else (d, "(d-1)/d")
         yield f"an all-reduce sends 2 {share} of its tensor", size * n / (2 * (n - 1))
         yield f"the factor {share} is missing", size * n / (n - 1)
+        a = share[-1]
+        yield f"each of the 2 ({a}-1) steps of a ring sends a {a}-th of the tensor", size * n
         yield "that is half of an all-reduce" + f", or {a_number}" * (w == 4), size / 2
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
