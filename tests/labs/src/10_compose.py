@@ -888,8 +888,9 @@ pd.DataFrame(
 # | `zero_stage=3` | `--use-megatron-fsdp` ² | `data_parallel_shard_degree = 8` |
 # | `microbatch_size=2` | `--micro-batch-size 2` | `num_tokens_per_microbatch_per_dp_rank` ¹ |
 #
-# ¹ in `training`, and it counts tokens: $2s$. ² with `--data-parallel-sharding-strategy
-# optim_grads_params`: the default of that option shards nothing.
+# ¹ in `training`, and it counts tokens: $2s$. ² Before Megatron-Core 0.18 also
+# `--data-parallel-sharding-strategy optim_grads_params`: the default of that option sharded
+# nothing.
 #
 # [DeepSpeed](https://github.com/deepspeedai/DeepSpeed) shards along dp (`"zero_optimization":
 # {"stage": 1}` in its [JSON](https://www.deepspeed.ai/docs/config-json/)), brings pipelines as
