@@ -705,13 +705,13 @@ view.timelines(*replayed, labels=list(ran), ranks=[0, 4], step=1, title=title) i
 # | the batch is large for the number of devices | ZeRO-3 |
 #
 # ## In PyTorch, DeepSpeed, Megatron
-# Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
-# --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072
-# --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --fp16`. The
-# paper's scatter/gather went out of the code in 2023, when pipelines moved into Megatron-Core; its
-# option did nothing from then on, and [was
-# removed](https://github.com/NVIDIA/Megatron-LM/pull/4140) in 2026. With `--sequence-parallel` each
-# rank sends its part of the tokens. DeepSpeed's [pipeline
+# In today's Megatron-LM this plan is `--tensor-model-parallel-size 8 --pipeline-model-parallel-size
+# 64 --micro-batch-size 1 --global-batch-size 3072 --recompute-granularity full --recompute-method
+# uniform --recompute-num-layers 1 --fp16`. (The script is of 2021, and its option
+# `--activations-checkpoint-method` no longer exists.) The paper's scatter/gather went out of the
+# code in 2023, when pipelines moved into Megatron-Core; its option did nothing from then on, and
+# [was removed](https://github.com/NVIDIA/Megatron-LM/pull/4140) in 2026. With `--sequence-parallel`
+# each rank sends its part of the tokens. DeepSpeed's [pipeline
 # engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py)
 # sends parts wherever there is tensor parallelism, unless its configuration says otherwise; its
 # `estimate_zero3_model_states_mem_needs_all_live` counts model states alone (lab 06).
