@@ -476,6 +476,7 @@ def test_the_page_of_a_traced_function_holds_every_figure_by_day_and_by_night():
 def test_losses_that_coincide_are_drawn_from_wide_to_narrow():
     chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
     assert chart.finding == "All 3 curves coincide: their losses differ by at most 1e-04"
+    assert not chart.layout.yaxis.tickformat  # which would write 5.55 at several ticks
     one, two, three = (trace.line.width for trace in chart.data)
     assert one > two > three
     assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]

@@ -170,6 +170,9 @@ def test_a_limit_is_a_line_and_a_device_far_larger_is_not(two):
     assert not dataclasses.replace(two, cluster=CLUSTER).memory_chart().layout.shapes
     held = dataclasses.replace(two, cluster=CLUSTER.replace(name="tiny", memory=2 * peak))
     assert any("a device of cluster tiny" in said for said in words(held.memory_chart()))
+    full = dataclasses.replace(two, cluster=CLUSTER.replace(name="full", memory=peak // 2))
+    said = [n for n in full.memory_chart().layout.annotations if "cluster full" in n.text]
+    assert [n.bgcolor for n in said] == [theme.look().paper] * 2  # it stands on dark areas
 
 
 def test_thousands_of_samples_are_thinned_and_every_peak_stays():

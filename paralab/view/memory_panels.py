@@ -112,7 +112,7 @@ def drawn(
             right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
             at = {"axes": ("paper", panel), "anchor": "right bottom" if right else "left bottom"}
             text = f"peak of {theme.text(against)}"
-            notes.append(note(text, int(right), first, size=12, **at, **faint))
+            notes.append(note(text, int(right), first, size=12, above=True, **at, **faint))
         if heads[i]:
             at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
@@ -180,7 +180,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
         at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}
         text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
-        notes.append(note(text, float(right), height, **at))
+        notes.append(note(text, float(right), height, above=True, **at))
     return [dot], notes, shapes
 
 
