@@ -174,6 +174,10 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     alone = synthetic.report(1).traffic_chart()
     assert "One device: nothing is sent" in title(alone)
     assert [trace.type for trace in alone.data] == ["bar"]  # a matrix of one zero shows nothing
+    many = pl.Cluster.preset("dgx-a100", nodes=17)  # their borders would cover the matrix
+    large = pl.predict(synthetic.MODEL, Plan(dp=136), many, steps=1, detail="actions")
+    assert {trace.type for trace in large.traffic_chart().data} == {"bar"}
+    assert "136 ranks are too many for a matrix" in large.traffic_chart().below
 
 
 def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):

@@ -20,6 +20,7 @@ from paralab.view.memory_curves import Curve, capacity, thinned
 
 MAX_PANELS = 4
 MAX_POINTS = 4000  # of a figure; beyond that samples are left out, but never a peak
+MANY = 50  # boxes of a kind in the strip
 NEAR = 3  # a device with more than so many times the highest peak is not drawn
 HEAD, STRIP, GAP = 26, 17, 20  # pixels: of a heading, of the strip, between two panels
 WORDS = 28  # pixels above the highest peak, for its label
@@ -143,7 +144,8 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             at = {"axes": ("x", axis), "showlegend": False}
-            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=1, **at))
+            edge = int(len(rows) <= MANY)  # wider than thin boxes, it would hide them
+            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=edge, **at))
     return traces
 
 

@@ -21,6 +21,7 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import Part, cells, line, note, upright
 from paralab.view.marks import bars as mark
 
+MAX_RANKS = 128  # with more, a row of the matrix has no pixels, and borders of nodes cover all
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 ROW = 46  # pixels of a bar, where there is no matrix
 NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
@@ -29,7 +30,7 @@ NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
 def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     """Bytes per step: rank x rank, and per rank and link by axis and operation.
 
-    matrix  False: only the bars
+    matrix  False: only the bars, as always with more than 128 ranks
     """
     choice("matrix", matrix, (True, False))
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
@@ -40,7 +41,8 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
-    alone = dry or not matrix or not sends
+    large = report.world_size > MAX_RANKS
+    alone = dry or large or not matrix or not sends
     optimum = None
     psi = facts.num_params(report)
     if psi and report.plan.dp == report.world_size > 1 and not copies:
@@ -62,6 +64,8 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: borders of nodes" * bool(shapes)
+    if large and matrix and not dry:
+        borders = f" · {report.world_size:,} ranks are too many for a matrix"
     seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
