@@ -175,6 +175,8 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     assert "One device: nothing is sent" in title(alone)
     assert [trace.type for trace in alone.data] == ["bar"]  # a matrix of one zero shows nothing
     many = pl.Cluster.preset("dgx-a100", nodes=17)  # their borders would cover the matrix
+    cells = pl.predict(synthetic.MODEL, Plan(dp=33), many, steps=1).traffic_chart().data[0]
+    assert cells.type == "heatmap" and not cells.xgap and not cells.ygap  # gaps would hide them
     large = pl.predict(synthetic.MODEL, Plan(dp=136), many, steps=1, detail="actions")
     assert {trace.type for trace in large.traffic_chart().data} == {"bar"}
     assert "136 ranks are too many for a matrix" in large.traffic_chart().below
