@@ -362,6 +362,16 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     for factor, said in ((0.9, "10 % below"), (2.5, "2.5 times that"), (1.004, "equal")):
         expect = dataclasses.replace(stretched(fast, factor), clock="predicted")
         assert view.timelines(expect, replayed).finding.endswith(f"(the prediction is {said})")
+    tall = dataclasses.replace(expect, model=fast.model.replace(layers=6))  # is no error of theory
+    layers = f"layers={fast.model.layers}"
+    assert view.timelines(tall, replayed).summary.startswith(
+        f"timelines of 2 reports: layers=6 | {layers} (predicted, replayed)"
+    )
+    assert "the prediction" not in view.timelines(tall, replayed).finding
+    assert view.timelines(fast).summary.startswith("timelines of 1 report: measured (measured)")
+    whole = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(recompute="full"))
+    said = view.timelines(fast, whole).finding
+    assert said.startswith("recompute=none takes") and "; recompute=full takes" in said
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
