@@ -518,6 +518,11 @@ def test_losses_of_reports_are_held_against_guessing():
 
 
 # ---- links ---------------------------------------------------------------------------------------
+def test_a_link_whose_points_show_no_bandwidth_is_not_said_to_have_an_endless_one():
+    chart = view.link_fit([row | {"seconds": 1e-4} for row in points()])
+    assert "100 µs of latency and no more for the bytes, up to " in chart.finding
+
+
 def test_the_link_fit_finds_the_link_that_made_the_points():
     original = points(alpha=250e-6, bandwidth=2e9)
     chart = view.link_fit(original)
