@@ -397,6 +397,14 @@ def test_of_many_short_boxes_next_to_one_another_none_has_an_edge():
     assert widths == [{0}, {0}]
 
 
+def test_calls_thinner_than_a_pixel_have_an_edge_of_their_colour_not_of_paper():
+    cluster = Cluster.preset("dgx-a100").replace(intra=Link(alpha=1e-7, bandwidth=1e12))
+    chart = predict(synthetic.MODEL, Plan(tp=2), cluster, steps=1).timeline()
+    [calls] = [bar for bar in chart.data if bar.name == "communication, tp"]
+    assert max(calls.x) < 0.002 * chart.layout.xaxis.range[1]
+    assert set(calls.marker.line.color) == {theme.axis_colour("tp")}
+
+
 def test_reports_that_look_alike_are_numbered_and_many_ranks_are_cut_and_said_so():
     one = synthetic.report(4)
     many = view.timelines(one, one, one, one)
