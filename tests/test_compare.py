@@ -76,6 +76,12 @@ def test_the_note_on_the_step_time_says_what_made_it_longer(dp, how, said, unsai
     assert said.format(1e3 * seconds.get("beside", 0.0)) in note and unsaid not in note
 
 
+def test_of_a_run_of_one_step_the_warm_up_is_the_reason():
+    expect = predict(MODEL, pl.Plan(dp=4), CLUSTER, steps=1)
+    note = compare(expect, as_measured(expect, wall=3.0, cost=2.0)).notes["step time"]
+    assert "no step but its warm-up" in note and "rates" not in note and "share" not in note
+
+
 def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
     notes = compare(predicted(), as_measured(predicted(), cost=1.25)).notes
     assert "Theory is 20 % below the replay" in notes["forward"]
@@ -163,13 +169,14 @@ def test_what_are_not_a_prediction_and_its_run_is_refused_by_the_first_differenc
     again, sgd = expect.replay(CLUSTER), predict(MODEL, pl.Plan(), CLUSTER, optimizer="sgd")
     simulated = simulate(gpipe(2, 2), forward=1.0, backward=2.0).report()
     plan, model = run.plan.replace(bucket_bytes=4000), run.model.replace(dropout=0.5)
-    one_clock = "clock.*legal: one report of pl.predict and one of pl.run"
+    one_clock = "^clock: neither.*legal: one report of pl.predict and one of pl.run"
+    two_predictions = "^clock: both reports are predicted; legal: "
     unmeasured = "report=.*nothing was measured; legal: what pl.run"
     untrained = "no model of the library was trained.*legal: "
     for said, *pair in (
         (unmeasured, expect, again),
         (unmeasured, expect, again.replay(CLUSTER)),
-        (one_clock, expect, expect),
+        (two_predictions, expect, expect),
         (one_clock, run, run),
         (one_clock, run, run.replay(CLUSTER)),
         ("plan.bucket_bytes: 20000 was predicted, 4000 was run", expect, replace(run, plan=plan)),

@@ -126,6 +126,7 @@ def test_predicted_boxes_are_the_boxes_of_a_run(ran, name):
         for one in (expect, report)
     )
     assert mine.values.tolist() == theirs.values.tolist()
+    assert repr(expect) == repr(report).replace("measured", "predicted")  # as many calls
     for rank in range(report.plan.world_size):
         assert boxes(expect, rank) == boxes(report, rank)
         assert recorded(expect, rank) == recorded(report, rank)

@@ -11,12 +11,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+import paralab as pl
 import synthetic
 from paralab.report import tables
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
+from paralab.view.perfetto import events
 from refusals import refuses
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
@@ -172,6 +174,12 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     alone = synthetic.report(1).traffic_chart()
     assert "One device: nothing is sent" in title(alone)
     assert [trace.type for trace in alone.data] == ["bar"]  # a matrix of one zero shows nothing
+    many = pl.Cluster.preset("dgx-a100", nodes=17)  # their borders would cover the matrix
+    cells = pl.predict(synthetic.MODEL, Plan(dp=33), many, steps=1).traffic_chart().data[0]
+    assert cells.type == "heatmap" and not cells.xgap and not cells.ygap  # gaps would hide them
+    large = pl.predict(synthetic.MODEL, Plan(dp=136), many, steps=1, detail="actions")
+    assert {trace.type for trace in large.traffic_chart().data} == {"bar"}
+    assert "136 ranks are too many for a matrix" in large.traffic_chart().below
 
 
 def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):
@@ -340,14 +348,22 @@ def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_whose_slices_do_
         assert all((8 * time).is_integer() for pair in slices for time in pair)
 
 
-def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(trace, four):
+@pytest.mark.parametrize("report", ["four", "late"])
+def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(report, four):
+    if report == "late":  # a rank waits for messages that are not in flight yet
+        cluster = pl.Cluster.preset("dgx-a100")
+        four = pl.predict(synthetic.MODEL, Plan(pp=2, microbatches=3), cluster, steps=1)
+    trace, by_id = events(four), four.spans.set_index("id")
     starts = {e["id"]: e for e in trace if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace if e["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == sum(map(len, four.spans["after"]))
-    assert all(starts[i]["ts"] <= ends[i]["ts"] for i in starts)
-    places = {(e["pid"], e["tid"], e["ts"]) for e in trace if e["ph"] == "X"}
-    assert all((e["pid"], e["tid"], e["ts"]) in places for e in [*starts.values(), *ends.values()])
+    pairs = [(cause, i) for i, after in by_id["after"].items() for cause in after]
+    assert starts.keys() == ends.keys() == set(range(len(pairs)))
+    slices = {e["args"]["id"]: e for e in trace if e["ph"] == "X"}
+    for i, (cause, effect) in enumerate(pairs):
+        assert starts[i]["ts"] <= ends[i]["ts"], "viewers drop an arrow that ends before it starts"
+        for end, span in ((starts[i], slices[cause]), (ends[i], slices[effect])):
+            assert all(end[name] == span[name] for name in ("pid", "tid"))
+            assert span["ts"] <= end["ts"] <= span["ts"] + span["dur"]
 
 
 def test_slices_carry_times_micro_batch_and_bytes(trace, four):

@@ -362,6 +362,16 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     for factor, said in ((0.9, "10 % below"), (2.5, "2.5 times that"), (1.004, "equal")):
         expect = dataclasses.replace(stretched(fast, factor), clock="predicted")
         assert view.timelines(expect, replayed).finding.endswith(f"(the prediction is {said})")
+    tall = dataclasses.replace(expect, model=fast.model.replace(layers=6))  # is no error of theory
+    layers = f"layers={fast.model.layers}"
+    assert view.timelines(tall, replayed).summary.startswith(
+        f"timelines of 2 reports: layers=6 | {layers} (predicted, replayed)"
+    )
+    assert "the prediction" not in view.timelines(tall, replayed).finding
+    assert view.timelines(fast).summary.startswith("timelines of 1 report: measured (measured)")
+    whole = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(recompute="full"))
+    said = view.timelines(fast, whole).finding
+    assert said.startswith("recompute=none takes") and "; recompute=full takes" in said
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
@@ -385,6 +395,14 @@ def test_of_many_short_boxes_next_to_one_another_none_has_an_edge():
     many = dataclasses.replace(one, spans=spans, steps=steps, collectives=one.collectives[:0])
     widths = [set(bar.marker.line.width) for bar in view.timelines(many).data]
     assert widths == [{0}, {0}]
+
+
+def test_calls_thinner_than_a_pixel_have_an_edge_of_their_colour_not_of_paper():
+    cluster = Cluster.preset("dgx-a100").replace(intra=Link(alpha=1e-7, bandwidth=1e12))
+    chart = predict(synthetic.MODEL, Plan(tp=2), cluster, steps=1).timeline()
+    [calls] = [bar for bar in chart.data if bar.name == "communication, tp"]
+    assert max(calls.x) < 0.002 * chart.layout.xaxis.range[1]
+    assert set(calls.marker.line.color) == {theme.axis_colour("tp")}
 
 
 def test_reports_that_look_alike_are_numbered_and_many_ranks_are_cut_and_said_so():
@@ -476,6 +494,7 @@ def test_the_page_of_a_traced_function_holds_every_figure_by_day_and_by_night():
 def test_losses_that_coincide_are_drawn_from_wide_to_narrow():
     chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
     assert chart.finding == "All 3 curves coincide: their losses differ by at most 1e-04"
+    assert not chart.layout.yaxis.tickformat  # which would write 5.55 at several ticks
     one, two, three = (trace.line.width for trace in chart.data)
     assert one > two > three
     assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]
@@ -507,6 +526,11 @@ def test_losses_of_reports_are_held_against_guessing():
 
 
 # ---- links ---------------------------------------------------------------------------------------
+def test_a_link_whose_points_show_no_bandwidth_is_not_said_to_have_an_endless_one():
+    chart = view.link_fit([row | {"seconds": 1e-4} for row in points()])
+    assert "100 µs of latency and no more for the bytes, up to " in chart.finding
+
+
 def test_the_link_fit_finds_the_link_that_made_the_points():
     original = points(alpha=250e-6, bandwidth=2e9)
     chart = view.link_fit(original)

@@ -110,6 +110,12 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
         "Chart(memory of dp=2, overlapped, measured: 2 of 2 ranks, by category)"  # fmt: skip
 
 
+def test_the_edges_of_a_strips_many_boxes_do_not_hide_them():
+    for m, edge in ((2, 1), (64, 0)):
+        chart = predicted(pl.Plan(pp=2, microbatches=m)).memory_chart(rank=1)
+        assert {bar.marker.line.width for bar in chart.data if bar.name == "forward"} == {edge}
+
+
 def test_the_strip_has_the_phases_where_they_were(two):
     chart = two.memory_chart(rank=0)
     drawn = {t.name: t for t in chart.data if t.type == "bar" and t.orientation == "h"}
@@ -170,6 +176,9 @@ def test_a_limit_is_a_line_and_a_device_far_larger_is_not(two):
     assert not dataclasses.replace(two, cluster=CLUSTER).memory_chart().layout.shapes
     held = dataclasses.replace(two, cluster=CLUSTER.replace(name="tiny", memory=2 * peak))
     assert any("a device of cluster tiny" in said for said in words(held.memory_chart()))
+    full = dataclasses.replace(two, cluster=CLUSTER.replace(name="full", memory=peak // 2))
+    said = [n for n in full.memory_chart().layout.annotations if "cluster full" in n.text]
+    assert [n.bgcolor for n in said] == [theme.look().paper] * 2  # it stands on dark areas
 
 
 def test_thousands_of_samples_are_thinned_and_every_peak_stays():

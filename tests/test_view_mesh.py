@@ -17,7 +17,8 @@ SAID = {"all-reduce": "all_reduce", "all-gather": "all_gather", "broadcast": "br
         "reduce-scatter": "reduce_scatter", "and reduce of": "reduce"}  # fmt: skip
 PLANS = [
     {"dp": 4}, {"dp": 2, "zero_stage": 1}, {"dp": 4, "zero_stage": 2}, {"dp": 2, "zero_stage": 3},
-    {"dp": 4, "zero_stage": 2, "shard": 2}, {"tp": 4}, {"tp": 2, "sequence_parallel": True},
+    {"dp": 4, "zero_stage": 2, "shard": 2}, {"dp": 8, "zero_stage": 3, "secondary_shard": 4},
+    {"tp": 4}, {"tp": 2, "sequence_parallel": True},
     {"tp": 4, "tp_mode": "2d", "microbatch_size": 4}, {"pp": 4},
     {"tp": 8, "tp_mode": "2.5d", "microbatch_size": 8},
     {"tp": 8, "tp_mode": "3d", "microbatch_size": 8}, {"dp": 2, "tp": 2, "pp": 2},
@@ -75,7 +76,10 @@ def test_the_words_for_a_group_name_the_calls_that_a_step_makes_in_it(settings):
     plan = pl.Plan(**settings)
     report = pl.predict(MODEL, plan, cluster(2, 4), steps=1)
     calls = report.collectives[report.collectives["rank"] == 0]
-    for group in rank_mesh.groups(plan, cluster(2, 4)):
+    groups = rank_mesh.groups(plan, cluster(2, 4))
+    assert {g.axis.replace("shard", "dp") for g in groups} == {*calls["axis"].str.split(":").str[0]}
+    assert len({theme.axis_colour(group.axis) for group in groups}) == len(groups)
+    for group in groups:
         kind = {"shard": "dp"}.get(group.axis, group.axis)
         mine = calls[calls["axis"].str.split(":").str[0] == kind]
         if kind == "tp":  # norms, embedding and loss have other calls, few and small

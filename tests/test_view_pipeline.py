@@ -148,7 +148,8 @@ def test_there_is_room_for_an_ideal_up_to_sixteen_ranks_and_by_choice():
     figure = predicted("gpipe", dp=2).timeline(ranks=[2, 3])  # pipeline rank 1, both copies
     assert "the first" not in figure.below  # all of their boxes are drawn
     ranks = figure.table.groupby("report")["rank"].unique().map(set)
-    assert ranks.to_dict() == {"ideal": {1}, "predicted": {2, 3}}
+    assert ranks.to_dict() == {"ideal": {2}, "predicted": {2, 3}}
+    assert {int(n[8:-4]) for n in figure.layout.yaxis.ticktext} == {2, 3}  # "<b>rank 2</b>"
     one = pl.predict(MODEL, pl.Plan(), cluster())
     refuses("ideal=True: one stage has no schedule", one.timeline, ideal=True)
     refuses("ideal='yes'", predicted().timeline, ideal="yes")

@@ -247,9 +247,10 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
             values = np.tile(np.asarray(table[column], kind), steps)
             later = column in ("start", "end", "time")
             columns[column] = values + turn * (length if later else n * (column == "id"))
-    if name == "collectives":  # numbered on through the steps, phase by phase
-        calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
-        for at, call in enumerate(zip(columns["rank"].tolist(), columns["phase"], strict=True)):
+    if name == "collectives":  # numbered on through the steps, group by group
+        calls: Counter[tuple] = Counter()  # so far, by rank, axis and group
+        members = (columns["rank"].tolist(), columns["axis"], columns["ranks"])
+        for at, call in enumerate(zip(*members, strict=True)):
             columns["call"][at] = calls[call]
             calls[call] += 1
     return columns

@@ -176,7 +176,7 @@ class Rows:
     def __init__(self, world: int) -> None:
         self.world = world
         self.rows: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
-        self.calls: Counter[tuple[int, str]] = Counter()  # calls so far, by rank and phase
+        self.calls: Counter[tuple] = Counter()  # calls so far, by rank, axis and group
 
     def add(
         self, member: Member, mine: list[Box], held: Samples, step: int, start: float, end: float
@@ -192,8 +192,8 @@ class Rows:
             action = box.lane, kind, stage, chunk, microbatch
             spans.append((name, rank, step, *action, *when, box.cost, after))
             if box.call is not None:
-                call = rank, box.call.phase
                 row = member.row(box.call)
+                call = rank, row.axis, row.ranks
                 collectives.append((self.calls[call], rank, step, *row, *when, name))
                 self.calls[call] += 1
             elif box.moved is not None:

@@ -224,4 +224,8 @@ def whole_number(times: float) -> int:
 
 
 def mb(size: float) -> str:
-    return f"{size / 1e6:,.3g} MB" if size >= 1e5 else f"{size:,.0f} B"
+    """ "16,640 B", "0.2 MB", "135 GB": three digits from 0.1 MB on."""
+    if size < 1e5:
+        return f"{size:,.0f} B"
+    number, unit = (size / 1e6, "MB") if size < 999.5e6 else (size / 1e9, "GB")
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

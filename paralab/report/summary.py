@@ -48,7 +48,8 @@ def summary(report: Tables) -> pd.DataFrame:
 
     rows = _of_a_dry_run(report) if report.clock == DRY else _of_a_run(report)
     frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
-    return frame.round({"value": 4}).set_index("quantity")
+    frame["value"] = [round(n, 4 if abs(n) >= 0.01 else 6) for n in frame["value"]]  # to the byte
+    return frame.set_index("quantity")
 
 
 def readable(value: float) -> str:
@@ -57,7 +58,9 @@ def readable(value: float) -> str:
     """
     if not math.isfinite(value):
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.6f}"
 
 
 def _of_a_run(report: Tables) -> Iterable[Row]:

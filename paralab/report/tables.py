@@ -247,7 +247,8 @@ class Tables:
                  wait, comm, copy. cost: thread CPU (or device) seconds. after: ids of the spans
                  that this span waits for. microbatch: -1 where it has no meaning
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
-                 start, end, span. One row per rank and call. wire_bytes: what this rank sends.
+                 start, end, span. One row per rank and call. call: which of its group's, from 0.
+                 wire_bytes: what this rank sends.
                  level: that of the slowest link which the group, or a message, crosses
     copies       rank, step, lane, op, category, bytes, start, end, span. One row per copy between
                  memory tiers. lane: h2d (host to device), d2h, disk (op is read or write).

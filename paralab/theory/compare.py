@@ -146,10 +146,10 @@ def _prediction_and_run(a: Any, b: Any) -> tuple[Tables, Tables]:
     if a.clock != "predicted":
         a, b = b, a
     if a.clock != "predicted" or b.clock == "predicted":
-        clocks = " and ".join(sorted({a.clock, b.clock}))
+        which = "both reports are" if a.clock == "predicted" else "neither report is"
         raise ValueError(
-            f"clock: both reports are {clocks}; legal: one report of pl.predict and one of pl.run; "
-            "for two others, pl.view.timelines(a, b) draws their steps next to each other"
+            f"clock: {which} predicted; legal: one report of pl.predict and one of pl.run; for two "
+            "others, pl.view.timelines(a, b) draws their steps next to each other"
         )
     if b.meta.get("costs") == "predicted":
         why = "it is the replay of a prediction, in which nothing was measured"

@@ -76,13 +76,18 @@ def _distances(row: pd.Series) -> str:
 def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[str]:
     """The causes of the gaps of the whole table, each if the table's numbers show it."""
     work = table.loc[[name for name in COMPUTED if name in table.index]].sum()
-    if abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
+    if warm_up := facts.measured_steps(report) == [0]:
+        yield (
+            "The run has no step but its warm-up, in which ranks also allocate and sample memory; "
+            "with steps=2 or more it is left out."
+        )
+    elif abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
         yield "The prediction describes a device by a few rates, and does not model caches."
     step = table.loc["step time"]
     ranks, cores = report.world_size, report.meta.get("cores") or expect.cluster.cores
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
-    elif step["measured"] > 1.1 * step["replayed"]:
+    elif step["measured"] > 1.1 * step["replayed"] and not warm_up:
         if facts.device_of(report) == "cuda":
             yield "Python launches kernels one by one, and the device is idle in between."
         elif cores and ranks > cores:

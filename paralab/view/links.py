@@ -24,6 +24,7 @@ from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, r
 
 Pairs = list[tuple[float, float]]  # (x, y) by x: (bytes, seconds), unless `Axes` says otherwise
 STEPS = 60  # points of the fitted line
+UNSEEN = 0.01  # share of a call's latency that bytes have to take for a bandwidth to be named
 EQUAL = 1e-9  # curves whose logarithms differ by less are equal, but for rounding errors
 
 
@@ -76,6 +77,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     knee = link.alpha * link.bandwidth
     inside, half = sizes[0] < knee < sizes[-1], theme.scaled(knee, "B", digits=2)
     rate = f"{slope}; below {half} latency dominates" if inside else f"a bandwidth of {slope}"
+    if sizes[-1] < UNSEEN * knee:  # then the bandwidth is that of rounding errors and noise
+        rate = f"no more for the bytes, up to {theme.scaled(sizes[-1], 'B')}"
     times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
     formula = f"{times} + bytes / bandwidth"
     median, worst = (theme.share(accuracy[name]) for name in ("median", "worst"))

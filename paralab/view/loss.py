@@ -72,7 +72,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
         below,
         height=400,
         xaxis=steps,
-        yaxis={"title": "loss" + " (nats per token)" * nats, "tickformat": ".2f"},
+        yaxis={"title": "loss" + " (nats per token)" * nats},
     )
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]

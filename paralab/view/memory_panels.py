@@ -20,6 +20,7 @@ from paralab.view.memory_curves import Curve, capacity, thinned
 
 MAX_PANELS = 4
 MAX_POINTS = 4000  # of a figure; beyond that samples are left out, but never a peak
+MANY = 50  # boxes of a kind in the strip
 NEAR = 3  # a device with more than so many times the highest peak is not drawn
 HEAD, STRIP, GAP = 26, 17, 20  # pixels: of a heading, of the strip, between two panels
 WORDS = 28  # pixels above the highest peak, for its label
@@ -112,7 +113,7 @@ def drawn(
             right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
             at = {"axes": ("paper", panel), "anchor": "right bottom" if right else "left bottom"}
             text = f"peak of {theme.text(against)}"
-            notes.append(note(text, int(right), first, size=12, **at, **faint))
+            notes.append(note(text, int(right), first, size=12, above=True, **at, **faint))
         if heads[i]:
             at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
@@ -143,7 +144,8 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             at = {"axes": ("x", axis), "showlegend": False}
-            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=1, **at))
+            edge = int(len(rows) <= MANY)  # wider than thin boxes, it would hide them
+            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=edge, **at))
     return traces
 
 
@@ -180,7 +182,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
         at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}
         text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
-        notes.append(note(text, float(right), height, **at))
+        notes.append(note(text, float(right), height, above=True, **at))
     return [dot], notes, shapes
 
 

@@ -148,12 +148,23 @@ def common(subjects: list[str]) -> list[str]:
     return [part for part in parts[0] if all(part in other for other in parts[1:])]
 
 
+def settings_apart(reports: Sequence[Tables]) -> list[str]:
+    """The settings of model and plan that differ, as "recompute=full"; "" if none does."""
+    every = [{**(r.model and r.model.to_dict() or {}), **r.plan.to_dict()} for r in reports]
+    names = [name for name in every[0] if any(one.get(name) != every[0][name] for one in every)]
+    return [", ".join(f"{name}={one.get(name)}" for name in names) for one in every]
+
+
 def apart(reports: Sequence[Tables]) -> list[str]:
-    """The shortest names that differ for all reports: clock, subject, both, or both numbered."""
+    """The shortest names that differ for all reports: clock, subject, settings, subject and clock,
+    or these numbered.
+    """
     subjects = told_apart([subject(report) for report in reports])
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
-    for names in (clocks, subjects, both):
-        if len(set(names)) == len(reports) and (names is not clocks or len(set(subjects)) == 1):
+    # A plan's name does not say all of its settings.
+    alike = [settings_apart(reports), clocks] if len(set(subjects)) == 1 else []
+    for names in (*alike, subjects, both):
+        if any(names) and len(set(names)) == len(reports):
             return names
     return [f"{i}: {name}" for i, name in enumerate(both, 1)]

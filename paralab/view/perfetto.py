@@ -60,7 +60,9 @@ def events(report: Tables) -> list[Event]:
     for number, (cause, effect) in enumerate(arrows):
         common = {"cat": "after", "name": "after", "id": number}
         result.append({"ph": "s", **common, **_place(cause)})
-        result.append({"ph": "f", "bp": "e", **common, **_place(effect)})
+        # A wait may begin before what it waits for; viewers drop an arrow that points back in time.
+        landed = _place(effect) | {"ts": max(cause["ts"], effect["ts"])}
+        result.append({"ph": "f", "bp": "e", **common, **landed})
     return result
 
 

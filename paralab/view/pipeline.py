@@ -45,8 +45,11 @@ def pipeline_timeline(
     real.label, real.head = report.clock, head(report.clock, bubble)
     if ideal:
         ideal_run, place = make_ideal(report, step=real.step), report.plan.place
-        stages = sorted({place(r)[0] for r in real.ranks})
-        above = simulated(ideal_run, "", label="ideal", ranks=stages)
+        first = {place(r)[0]: r for r in reversed(real.ranks)}  # of each pipeline rank, for its row
+        above = simulated(ideal_run, "", label="ideal", ranks=sorted(first))
+        above.ranks = [first[pp] for pp in above.ranks]
+        above.idle = {first[pp]: share for pp, share in above.idle.items()}
+        above.boxes = [{**box, "rank": first[box["rank"]]} for box in above.boxes]
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
         remarks.append("ideal: the same costs, but links take no time")

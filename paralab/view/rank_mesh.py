@@ -47,17 +47,18 @@ def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Gr
 
 
 def _dp_sends(plan: Plan) -> dict[str, str]:
-    """{axis: what its group sends} of data parallelism: one group, or two with HSDP."""
+    """{axis: what its group sends} of data parallelism: with HSDP and with hpZ one group more."""
     if not plan.zero_stage:
         return {"dp": f"all-reduce of gradients, {theme.text(plan.grad_sync_name)}"}
-    sharded = "reduce-scatter of gradients, all-gather of parameters"
-    sharded += " for every use" * (plan.zero_stage == 3)
+    sharded, near = "reduce-scatter of gradients, all-gather of parameters", {}
+    if plan.zero_stage == 3:
+        sharded += f" for every {'forward' if plan.secondary_shard else 'use'}"
+    if plan.secondary_shard:
+        near = {"secondary": "all-gather of parameters for every backward"}
+    sharded += f" (ZeRO-{plan.zero_stage})"
     if plan.shard_degree == plan.dp:
-        return {"dp": f"{sharded} (ZeRO-{plan.zero_stage})"}
-    return {
-        "shard": f"{sharded} (ZeRO-{plan.zero_stage})",
-        "replica": "all-reduce of the gradients' shards",
-    }
+        return near | {"dp": sharded}
+    return near | {"shard": sharded, "replica": "all-reduce of the gradients' shards"}
 
 
 def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None) -> Chart:

@@ -36,8 +36,8 @@ KIND_COLOUR = {
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
-# A traced function's group has all ranks, as dp's mostly has; shard and secondary are parts of dp.
-AXIS_ALIAS = {"world": "dp", "secondary": "dp", "shard": "dp"}
+# A traced function's group has all ranks, as dp's mostly has; shard is a part of dp.
+AXIS_ALIAS = {"world": "dp", "shard": "dp"}
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
     "parameters": "#5B6B7B",  # slate
@@ -142,8 +142,8 @@ def axis_colour(axis: str) -> str:
     kind, _, part = axis.partition(":")
     if part:
         return shade(AXIS_COLOUR[kind], TP_SHADE.get(part, 0), 3)
-    if axis == "replica":  # part of dp too, but paler than the ranks that shard one copy
-        return shade(AXIS_COLOUR["dp"], 1, 2)
+    if axis in ("replica", "secondary"):  # parts of dp too, but paler than the ranks that shard
+        return shade(AXIS_COLOUR["dp"], 1, 2 + (axis == "secondary"))
     fill = AXIS_COLOUR.get(AXIS_ALIAS.get(axis, axis), OTHER_COLOUR)
     return look().ink if fill == "#000000" else fill
 

@@ -143,7 +143,8 @@ def _verdict(sections: list[Section]) -> str:
     clocks = [section.report.clock for section in sections]
     if len(sections) == 1:
         return finding(sections[0])
-    if len(subjects) == 1 and len(set(clocks)) == len(sections):
+    one_plan = len(subjects) == 1 and not any(naming.settings_apart([s.report for s in sections]))
+    if one_plan and len(set(clocks)) == len(sections):
         read = ", ".join(f"{s.duration * 1e3:.1f} ms {s.report.clock}" for s in sections)
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
     fast = min(sections, key=lambda section: section.duration)

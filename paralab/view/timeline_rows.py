@@ -157,11 +157,11 @@ def _traces(
         if computes and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
         edge: Any = 0.5
-        if tiers and row in lanes.ROW_NAME:
+        if kind == "comm" or (tiers and row in lanes.ROW_NAME):
             edge = _edges([_duration(b) < THIN * window for b in flat], 1, fill)
-        elif kind == "comm" and framed:
-            between_nodes = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
-            edge = _edges(between_nodes, 2.5, theme.look().ink)
+            for i, b in enumerate(flat if framed else ()):
+                if any(call["level"] == "inter" for call in b["calls"]):
+                    edge["width"][i], edge["color"][i] = 2.5, theme.look().ink
         elif kind in (*COMPUTE_KINDS, "optimizer", "compute") and len(rows) > MANY:
             thin = [_duration(b) < MANY_THIN * window for b in flat]
             edge = _edges(thin, 1 if computes else 0, fill)  # without one, neighbours stay visible

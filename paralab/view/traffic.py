@@ -21,6 +21,8 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import Part, cells, line, note, upright
 from paralab.view.marks import bars as mark
 
+MAX_RANKS = 128  # with more, a row of the matrix has no pixels, and borders of nodes cover all
+MAX_GAPS = 32  # ranks up to which the cells are apart; gaps between smaller ones would hide them
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 ROW = 46  # pixels of a bar, where there is no matrix
 NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
@@ -29,7 +31,7 @@ NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
 def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     """Bytes per step: rank x rank, and per rank and link by axis and operation.
 
-    matrix  False: only the bars
+    matrix  False: only the bars, as always with more than 128 ranks
     """
     choice("matrix", matrix, (True, False))
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
@@ -40,7 +42,8 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
-    alone = dry or not matrix or not sends
+    large = report.world_size > MAX_RANKS
+    alone = dry or large or not matrix or not sends
     optimum = None
     psi = facts.num_params(report)
     if psi and report.plan.dp == report.world_size > 1 and not copies:
@@ -62,6 +65,8 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: borders of nodes" * bool(shapes)
+    if large and matrix and not dry:
+        borders = f" · {report.world_size:,} ranks are too many for a matrix"
     seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
@@ -138,13 +143,15 @@ def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
     few = max(len(rows), len(columns)) <= MAX_WRITTEN  # written numbers need no scale
     colours = {"colours": theme.look().scale, "most": most / per, "showscale": not few}
     bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
-    style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
+    gap = {"xgap": 2, "ygap": 2} if len(columns) <= MAX_GAPS else {"xgap": 0, "ygap": 0}
+    style = {**gap, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
     matrix = [[cell(a, b) for b in receivers] for a in senders]
     trace = cells.heat(columns, rows, matrix, name="sender to receiver", **style)
     node = [[facts.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
     down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
-    borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
-    borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
+    width = 1.5 if gap["xgap"] else 0.5
+    borders = [line((-0.5, len(columns) - 0.5), (at, at), width=width) for at in down]
+    borders += [line((at, at), (-0.5, len(rows) - 0.5), width=width) for at in across]
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
     title = {"text": "receiving rank" + f" (in the cells: {name} per {unit})" * few}
     xaxis = {"domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
