@@ -113,6 +113,10 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     LOSS: [
         (loss((LARGEST, "largest = torch.zeros(n)")), {"loss", "gradient"},
          "exp overflows unless the maximum is subtracted first"),
+        *((loss(change), {"loss", "gradient"}, f"the {one} is infinite or NaN: exp(z - m) is 0 for "
+           "all logits of a token: m has to be this token's maximum, over all ranks")
+          for one, change in (("loss", (", op=dist.ReduceOp.MAX", "")),
+                              ("gradient", (LARGEST, "largest = logits.max().expand(n).clone()")))),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
@@ -123,6 +127,12 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
               ((">= 0", "> 0"), "1 to 255 of its part"),
               (("< width", "<= width"), "0 to 256 of its part"),
               (("< width", "< width - 1"), "0 to 254 of its part"))),
+        (loss(("local.clamp(0, width - 1)", "targets % width"), ("[:, 0] * here", "[:, 0]"),
+              ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
+         ("ranks without the target contribute another logit", "1 is subtracted also on ranks th")),
+        (loss(("target = logits.gather(1, local[:, None])[:, 0] * here",
+               "target = (logits.gather(1, local[:, None])[:, 0] - largest) * here")), {"loss"},
+         "; it is so if the maximum is added, and the target's logit is without it"),
         (loss((".mean()", "")), {"loss"}, "the loss has 96 elements, required: one, their mean"),
         (loss((".apply", f".apply\n\n\n{GATHERS}")), {FORWARD, "memory"},
          "sends 98,304 bytes in forward, "),
