@@ -74,6 +74,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
         (mlp((INSIDE, "F.relu(self.up(self.f(x)))")), {"result", "gradients"},
          ("t=2: rank 0: the result, element (0, 0, 0): ", "; ReLU is in the place of GELU")),
+        (mlp((INSIDE, "self.up(self.f(x))")), {"result", "gradients"}, "; GELU is missing"),
+        (mlp(("self.up.bias.copy_(up.bias[own])", "pass")), {"result", "gradients"},
+         "; rank 0: its up.bias, element 0: "),
         (mlp(("down.weight[:, own]", "down.weight[:, rank::t]")), {"result", "gradients"},
          "; columns r, r + t, ... of down.weight are on rank r, required: contiguous"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
@@ -93,6 +96,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
                    ("s, 3, self.heads, self", "s, self.heads, 3, self"),
                    ("permute(2, 0, 3, 1, 4)", "permute(3, 0, 2, 1, 4)")),
          {"gradients"}, "; its rows are in the order of heads, not queries"),
+        (attention(("proj.weight[:, own]", "proj.weight[own].t()")), {"result", "gradients"},
+         "; rank 0: its proj.weight, element (0, "),
         (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
                     "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
          "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
