@@ -41,6 +41,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((IMPORT, f"{IMPORT}from torch.utils.checkpoint import CheckpointFunction\n"),
            (APPLY, "CheckpointFunction.apply(block, True, x)")), {"gradients"},
      "torch.utils.checkpoint is called: write what it does"),
+    (again((", *block.parameters())", ")"), ("None, *found", "None, found[0]")), {"gradients"},
+     "has no gradient: what backward returns reaches only the arguments of forward"),
     (again((BACK, "pass")), {"gradients"}, MASKS),
     (again(("torch.set_rng_state(now)", "pass")), {"generator"},
      "the program draws other numbers after the step"),
