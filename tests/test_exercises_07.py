@@ -224,6 +224,14 @@ def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant
         assert said.endswith(words) if named else "another place" not in said
 
 
+def test_changes_of_a_few_elements_that_are_alike_by_chance_are_not_of_another_place():
+    start = {"up": np.zeros((4, 20))}
+    wanted, got = (start["up"].copy() for _ in "ab")
+    wanted[0, 3], wanted[2, 5], got[0, 3], got[2, 5] = 1, 2, 2, 2
+    said = diagnose.first_wrong_tensor([{"up": got}], {"up": wanted}, start=start)
+    assert said.startswith("rank 0: up, element (0, 3): 2") and "another place" not in said
+
+
 def test_terms_that_cannot_be_told_apart_or_are_too_many_are_not_named():
     term = np.linspace(0.5, 1, 8)
     for terms in ([term, 2 * term], np.random.default_rng(7).standard_normal((9, 8))):
