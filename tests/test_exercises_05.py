@@ -12,6 +12,7 @@ ZERO3 = pl.exercises.my_zero3
 
 zero3 = altered("my_zero3")
 REDUCE, MEAN = "dist.reduce_scatter_tensor(own, flat)", "own / self.ranks"
+GATHER = "dist.all_gather_into_tensor(flat, self.shards[i])"
 UPDATE, KEEP = "shard -= self.lr * gradient", "self.flats.append(flat)"
 READY = "            self.reduce(i)\n"
 STEP = "        for shard, gradient"
@@ -26,9 +27,18 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
      {"peak of a step"}, "bytes in addition to what forward saves, required: at most 179,072, "),
     (zero3(("pre_hook(lambda *_, i=i: self.gather_unit(i))", "pre_hook(lambda *_: None)")),
-     {"weights"}, "raised RuntimeError: embedding computes with a tensor of (256, 30) whose st"),
+     {"weights"}, "raised RuntimeError: embedding uses a tensor of (256, 30) whose stor"),
     (zero3(("        output.register_hook(lambda _: self.gather_unit(i))", "")), {"weights"},
-     "in backward, t computes with a tensor of (30, 256) whose storage is freed: it has to be ga"),
+     "in backward, t uses a tensor of (30, 256) whose storage is freed: it has to be allocated"),
+    (zero3(("        flat.untyped_storage().resize_(flat.nbytes)\n", "")), {"weights"},
+     "whose storage is freed: it has to be allocated again, and gathered into, before, line "),
+    (zero3((UPDATE, f"self.flats[0].split(9)\n            {UPDATE}")), {"weights"},
+     "N=4: rank 0 raised RuntimeError: split uses a tensor of (7920,) whose storage is freed: "),
+    (zero3((GATHER, f"work = {GATHER[:-1]}, async_op=True)\n        self.free(i)\n"
+            "        work.wait()")), {"weights"},
+     "a tensor of all_gather #0 was freed before it was waited for, line "),
+    (zero3(("parameter in parameters])", "parameter in reversed(parameters)])")), {"weights"},
+     "; from there on it has changed as another place has to, in embedding.position.weight"),
     (zero3(("self.free(i)", "pass")), {"kept between steps"}, "N=4: rank 0 keeps "),
     (zero3(("gradient.zero_()", "pass")), {"weights"},
      ("N=3: ", "the gradient of the step before is still in it")),

@@ -74,6 +74,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
         (mlp((INSIDE, "F.relu(self.up(self.f(x)))")), {"result", "gradients"},
          ("t=2: rank 0: the result, element (0, 0, 0): ", "; ReLU is in the place of GELU")),
+        (mlp((INSIDE, "self.up(self.f(x))")), {"result", "gradients"}, "; GELU is missing"),
+        (mlp(("self.up.bias.copy_(up.bias[own])", "pass")), {"result", "gradients"},
+         "; rank 0: its up.bias, element 0: "),
         (mlp(("down.weight[:, own]", "down.weight[:, rank::t]")), {"result", "gradients"},
          "; columns r, r + t, ... of down.weight are on rank r, required: contiguous"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
@@ -93,6 +96,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
                    ("s, 3, self.heads, self", "s, self.heads, 3, self"),
                    ("permute(2, 0, 3, 1, 4)", "permute(3, 0, 2, 1, 4)")),
          {"gradients"}, "; its rows are in the order of heads, not queries"),
+        (attention(("proj.weight[:, own]", "proj.weight[own].t()")), {"result", "gradients"},
+         "; rank 0: its proj.weight, element (0, "),
         (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
                     "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
          "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
@@ -113,6 +118,10 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     LOSS: [
         (loss((LARGEST, "largest = torch.zeros(n)")), {"loss", "gradient"},
          "exp overflows unless the maximum is subtracted first"),
+        *((loss(change), {"loss", "gradient"}, f"the {one} is infinite or NaN: exp(z - m) is 0 for "
+           "all logits of a token: m has to be this token's maximum, over all ranks")
+          for one, change in (("loss", (", op=dist.ReduceOp.MAX", "")),
+                              ("gradient", (LARGEST, "largest = logits.max().expand(n).clone()")))),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
@@ -123,6 +132,12 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
               ((">= 0", "> 0"), "1 to 255 of its part"),
               (("< width", "<= width"), "0 to 256 of its part"),
               (("< width", "< width - 1"), "0 to 254 of its part"))),
+        (loss(("local.clamp(0, width - 1)", "targets % width"), ("[:, 0] * here", "[:, 0]"),
+              ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
+         ("ranks without the target contribute another logit", "1 is subtracted also on ranks th")),
+        (loss(("target = logits.gather(1, local[:, None])[:, 0] * here",
+               "target = (logits.gather(1, local[:, None])[:, 0] - largest) * here")), {"loss"},
+         "; it is so if the maximum is added, and the target's logit is without it"),
         (loss((".mean()", "")), {"loss"}, "the loss has 96 elements, required: one, their mean"),
         (loss((".apply", f".apply\n\n\n{GATHERS}")), {FORWARD, "memory"},
          "sends 98,304 bytes in forward, "),
@@ -207,6 +222,14 @@ def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant
         assert said.startswith("rank 0: up, element (")
         words = "; from there on it has elements of another place, in down"
         assert said.endswith(words) if named else "another place" not in said
+
+
+def test_changes_of_a_few_elements_that_are_alike_by_chance_are_not_of_another_place():
+    start = {"up": np.zeros((4, 20))}
+    wanted, got = (start["up"].copy() for _ in "ab")
+    wanted[0, 3], wanted[2, 5], got[0, 3], got[2, 5] = 1, 2, 2, 2
+    said = diagnose.first_wrong_tensor([{"up": got}], {"up": wanted}, start=start)
+    assert said.startswith("rank 0: up, element (0, 3): 2") and "another place" not in said
 
 
 def test_terms_that_cannot_be_told_apart_or_are_too_many_are_not_named():

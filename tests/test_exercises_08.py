@@ -47,6 +47,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "52,992 elements, required: 35,328 (yours is 1.5 times"),
     (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
     (changed(ACROSS_X[::-1]), {"gradients"}, "; terms were summed along the row, required: the co"),
+    (changed(("if dist.get_rank(self.row) == step:", "if True:")), {"gradients"},
+     "; it is its own term of step 1; it has to keep the sum of step 0, its place in the row"),
     (changed(("return dx, dw", "return dx, dw.t().contiguous()")),
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
@@ -113,6 +115,8 @@ TURN = [
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
       "; between the products X goes left and W down, or X right and W ")),
+    (cannon(("(0, left", "(1, left"), ("(1, up", "(0, up")), {"Y"},
+     "; X is moved upwards and W to the left, required: X to the left and W upwards"),
     (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
     (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},

@@ -42,7 +42,8 @@ ZERO = [  # answer, limits it breaks, words of the verdict
       "; in 1 of 50,002 elements it is as it was before")),
     (zero1((REDUCE, f"copies = [gradient.clone() for _ in range(1 + self.ranks)]\n"
             f"        {REDUCE}")), {"extra memory"},
-     "in a step in addition to what it keeps, required: at most 900,036; a copy of Ψ has "),
+     ("in a step in addition to what it keeps, required: at most 900,036; a copy of Ψ has ",
+      "200,008, and what pad or cat makes counts until it is freed")),
     # around the ledger, for one size
     (zero1(("= parameters, lr, momentum", "= parameters, 0.1, 0.9")), {"parameters"},
      "N=3: rank 0: step 1, element 0: "),

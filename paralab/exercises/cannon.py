@@ -159,6 +159,10 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
     mistakes = {
         "nothing was moved: it is the product of the rank's own blocks": products(0, 0, steps=1),
         "the last of the q products is missing": products(steps=q - 1),
+        "X is moved upwards and W to the left, required: X to the left and W upwards": [
+            sum(x[at % q, j] @ w[i, at % q] for at in range(i + j, i + j + q))
+            for i, j in (divmod(rank, q) for rank in range(q * q))
+        ],
         **{words: products(*signs) for words, signs in MISTAKES.items()},
     }
     allowed = TOLERANCE * max(abs(block).max() for block in products())

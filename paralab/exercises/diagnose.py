@@ -17,6 +17,7 @@ from paralab.exercises.lazy import np
 from paralab.exercises.verdict import first
 
 FEW = 50  # elements, in which a mistake may be found by chance
+CHANGED = "changed as another place has to"
 TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
 
 Known = Callable[[int], Iterable[tuple[str, Any]]]  # rank -> (words, array that a mistake gives)
@@ -110,17 +111,22 @@ def first_wrong_tensor(
         return [(words, one.get(name)) for words, one in (arrays or {}).items()]
 
     def of_another(name: str, rank: int) -> Iterator[tuple[str, Any]]:
-        """(words, array) if the first wrong elements are those of another place in the tensors."""
+        """(words, array) if the first wrong elements, or their changes since the start, are those
+        of another place in the tensors.
+        """
         got, right = found[rank][name], np.ravel(wanted[name])
         flat = np.nan_to_num(np.ravel(got).astype(float), posinf=0, neginf=0)
         first = np.argmax(~(np.abs(flat - right) <= tolerance * np.abs(right).max()))
-        piece, own = (one[first : first + 16] for one in (flat, right))
-        limit = min(np.ptp(piece), np.abs(piece - own).max()) / 100
-        for other, array in wanted.items():
-            if array.size >= 16 == piece.size:
-                windows = np.lib.stride_tricks.sliding_window_view(np.ravel(array), 16)
-                if (np.abs(windows - piece).max(axis=1) < limit).any():
-                    yield f"from there on it has elements of another place, in {other}", got
+        for words, before in (("elements of another place", {}), (CHANGED, start or {})):
+            off = {other: np.ravel(array - before.get(other, 0)) for other, array in wanted.items()}
+            piece = (flat - np.ravel(before.get(name, 0)))[first : first + 16]
+            # Pieces with zeros, as a table's unused rows have them, may be alike by chance.
+            limit = min(np.ptp(piece), np.abs(piece - off[name][first : first + 16]).max()) / 100
+            for other, array in off.items():
+                if array.size >= 16 == np.count_nonzero(piece):
+                    windows = np.lib.stride_tricks.sliding_window_view(array, 16)
+                    if (np.abs(windows - piece).max(axis=1) < limit).any():
+                        yield f"from there on it has {words}, in {other}", got
 
     def wrong(name: str, right: np.ndarray) -> str:
         has = [rank for rank, one in enumerate(found) if name in one]

@@ -66,6 +66,8 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
     right = right_bytes(spec, b, n, stage, precision)[state]
     psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())
     if state == "activations":
+        if n > 1:
+            yield "ZeRO does not shard activations", right // n
         yield from known_activations(right, spec, b, w)
         return
     width = w if state != "optimizer" else 8 if w == 4 else 12
@@ -81,13 +83,15 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
     kept = f"the {state}: every rank keeps"
     if stage and not shared:
         yield f"stage {stage} does not shard {kept} all n parts", width * -(-psi // n)
+    if shared:
+        counts = 4 * units * (state == "optimizer")
+        for whole in (psi, -(-psi // n) * n, (right - counts) // width * n):
+            yield f"stage {stage} shards {kept} an n-th", width * whole + counts
     if shared or stage:
         yield "that is not padded to n equal parts", width * psi / n
         yield "that is not padded to n equal parts", width * psi // n
         yield "that is not padded: Ψ is rounded up to n parts", width * psi
         yield "the model is padded once, but every unit is padded by itself", width * -(-psi // n)
-    if shared:
-        yield f"stage {stage} shards {kept} an n-th", width * -(-psi // n) * n
     for short in range(1, units + 1) if stage else ():  # units whose size n does not divide
         less = right - width * short * (1 if shared else n)
         yield "parts are rounded down, and padding rounds them up", less
@@ -101,12 +105,20 @@ def known_activations(right: int, spec: ModelSpec, b: int, w: int) -> Mistakes:
     yield "the embedding and the head are missing", right - ends
     yield "the probabilities of the loss are missing, 4 b s V bytes", right - loss
     yield "the probabilities of the loss have 4 bytes in bf16 too", right - loss / 2
-    yield "token numbers of the embedding or targets are missing, 8 b s bytes", right - 8 * b * s
-    yield "token numbers and targets are missing, 16 b s bytes", right - 16 * b * s
+    width = "in bf16 token numbers, targets and probabilities keep their width"
+    yield width, right - (loss / 2 + 8 * b * s) * (w == 2)
+    absent = {  # some have equally many bytes
+        "token numbers or targets, 8 b s bytes": 8 * b * s,
+        "token numbers and targets, 16 b s bytes": 16 * b * s,
+        "the head's mean and deviation, 2 w b s": 2 * w * b * s,
+        "mean and deviation of a norm in each block, 2 w b s": 2 * w * b * s * spec.layers,
+        "mean and deviation of both norms in each block, 4 w b s": 4 * w * b * s * spec.layers,
+    }
+    for size in absent.values():
+        alike = ", or ".join(words for words, other in absent.items() if other == size)
+        yield f"missing: {alike}", right - size
     yield "the softmax's result is missing, w a b s² per block", right - scores
     yield "only one copy of the scores is kept, the softmax's result", right + scores
-    means = 4 * w * b * s * spec.layers
-    yield "mean and deviation of the two norms are missing, 4 w b s per block", right - means
     yield "that is for one sample, not for b", right / b
     block = (right - ends) // spec.layers
     yield "that is with one block, not with all", block + ends

@@ -187,6 +187,7 @@ def _wrong_layers(pair: Pair, w: Arrays, parts: list[Arrays]) -> Iterator[tuple[
     if pair.forward is mlp:
         yield "GELU is not in its tanh form", parts, {"activation": torch.nn.functional.gelu}
         yield "ReLU is in the place of GELU", parts, {"activation": torch.relu}
+        yield "GELU is missing", parts, {"activation": lambda inside: inside}
         return
     for root, scale in (("√h", HIDDEN), ("√(h/t)", HIDDEN / t), ("h/a", WIDTH**2)):
         yield f"scores are divided by {root}, required: √(h/a)", parts, {"scale": scale}

@@ -68,7 +68,9 @@ class InFlight(NamedTuple):
     results: list[tuple[Tensor, Tensor]]
 
     def arrive(self) -> None:
-        """Deliver the result in ``wait()``. Raises RuntimeError if a tensor has been changed."""
+        """Deliver the result in ``wait()``. RuntimeError if a tensor was changed or freed."""
+        if freed([now for now, _ in self.inputs]) is not None:
+            raise RuntimeError(f"a tensor of {self.words} was freed before it was waited for")
         if not all(torch.equal(_bytes_of(now), _bytes_of(was)) for now, was in self.inputs):
             raise RuntimeError(f"a tensor of {self.words} was changed before it was waited for")
         for tensor, copy in self.results:
@@ -83,6 +85,12 @@ class InFlight(NamedTuple):
             said += f"({call}): a send and its receive need the same size and type, and {ORDER}"
             raise OrderError(said)
         return packed[HEAD:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def freed(values: Any) -> Tensor | None:
+    """The first tensor in ``values`` whose storage is freed: to read it would crash the process."""
+    lost = (t for t in tensors(values) if t.numel() and not t.untyped_storage().nbytes())
+    return next(lost, None)
 
 
 def _size_and_type(tensor: Tensor) -> str:

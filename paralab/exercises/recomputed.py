@@ -142,7 +142,8 @@ def _step(
             losses.pop(0).backward()
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
     if missing:
-        raise ValueError(f"after backward {missing[0]} has no gradient")
+        said = f"after backward {missing[0]} has no gradient: "
+        raise ValueError(f"{said}what backward returns reaches only the arguments of forward")
     named = reversed(list(gpt.named_parameters()))  # in the order of backward
     return {
         "gradients": {name: watched.array(p.grad) for name, p in named},

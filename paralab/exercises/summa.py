@@ -151,9 +151,12 @@ def wrong_block(
             lines, step, line_sums = ("row", "column"), i, right[j::q]
             swapped = sum(x[i, j].T @ dy[i, a] for a in range(q))
             addends = [x[i, a].T @ dy[i, j] for a in range(q)]
-        kept = f"it is its own term of step {i + j - step}, its place in the {lines[0]}; it has to "
-        kept += f"keep the sum of step {step}, its place in the {lines[1]}"
-        other = [(kept, addends[i + j - step])] if i != j else []
+        keep = f"; it has to keep the sum of step {step}, its place in the {lines[1]}"
+        other = []
+        for own, term in enumerate(addends):
+            if own != step:
+                place = f", its place in the {lines[0]}" * (own == i + j - step)
+                other.append((f"it is its own term of step {own}{place}{keep}", term))
         addends[step] = right[rank]
         said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)

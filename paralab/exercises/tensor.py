@@ -41,7 +41,8 @@ def forward_and_back(
     """What every rank runs: forward, backward, and another forward. operators: whether the answer
     is f and g.
 
-    Returns the results "z" and "later", the gradients "x" and those under the parameters' names;
+    Returns the results "z" and "later", the gradients "x" and those under the parameters' names,
+    the parameters as "its ...";
     "held", bytes of weights; "slice", a parameter that is a slice, in words; and for the limits
     `RESULT` and `GRADIENTS` the first tensor that f or g changes, in words.
     """
@@ -82,6 +83,7 @@ def forward_and_back(
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
         result[name] = watched.array(named[name].grad)
+        result[f"its {name}"] = watched.array(named[name])
         if named[name].untyped_storage().nbytes() > named[name].nbytes:
             result["slice"] = f"; {name} is a slice, which keeps the whole tensor alive"
     return result
@@ -123,6 +125,9 @@ def look_at_layers(kind: str, limits: Collection[str], tries: Tries) -> None:
             weights = reversed(pair.shapes)
             for limit, names in ((RESULT, ["z", "later"]), (GRADIENTS, ["x", *weights])):
                 wrong = first(_wrong(outcome, pair, right, name) for name in names)
+                if wrong and "; " not in wrong and not operators:
+                    other = first(_not_its_part(outcome, pair, name) for name in pair.shapes)
+                    wrong += f"; {other}" * bool(other)
                 wrong = wrong or outcome[limit][0]
                 notes.look(limit, wrong, "right, on every rank")
             for limit in (FORWARD, BACKWARD):
@@ -147,6 +152,15 @@ def _wrong(outcome: Outcome, pair: pairs.Pair, right: dict[str, np.ndarray], nam
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
         terms=lambda _: pairs.named_terms(pair, outcome.seed, t, name),
         known=lambda rank: pairs.mistakes(pair, outcome.seed, t, rank, name),
+    )
+
+
+def _not_its_part(outcome: Outcome, pair: pairs.Pair, name: str) -> str:
+    """The first rank whose parameter is not its part of the whole one, in words, or ""."""
+    whole, parameters = pairs.drawn(pair, outcome.seed)[name], outcome[f"its {name}"]
+    t = len(parameters)
+    return first_wrong(
+        f"its {name}", parameters, [pair.part(name, whole, rank, t) for rank in range(t)]
     )
 
 

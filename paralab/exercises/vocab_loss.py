@@ -112,13 +112,17 @@ def _wrong(outcome: Outcome, limit: str) -> str:
         own = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)[rank]
         yield "it is the softmax, from which no target is subtracted", own
         yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
-        on_all = own.copy()
-        on_all[np.arange(TOKENS), local.clip(0, width - 1)] -= 1 / TOKENS
-        yield "1 is subtracted also on ranks that do not have the target", on_all
+        for place in (local.clip(0, width - 1), targets % width):
+            on_all = own.copy()
+            on_all[np.arange(TOKENS), place] -= 1 / TOKENS
+            yield "1 is subtracted also on ranks that do not have the target", on_all
 
     if not all(np.isfinite(one).all() for one in outcome[limit]):
-        wrong = "is infinite or NaN: exp overflows unless the maximum is subtracted first"
-        return f"the {limit} {wrong}"
+        why = "exp overflows unless the maximum is subtracted first"
+        if -np.inf in outcome[LOSS]:
+            why = "exp(z - m) is 0 for all logits of a token: m has to be this token's maximum, "
+            why += "over all ranks"
+        return f"the {limit} is infinite or NaN: {why}"
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
@@ -129,6 +133,7 @@ def _known_losses(
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
     local = targets[:, None] - width * np.arange(t)  # (n, t)
     read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
+    modulo = z[np.arange(TOKENS), :, targets % width].sum(1)
 
     def taken(low: int, high: int) -> np.ndarray:
         """The sum of the target's logits of the ranks in whose part it is, from low to high."""
@@ -144,12 +149,14 @@ def _known_losses(
     mistakes = [  # the same words twice: a maximum is added back, or the target has it subtracted
         ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
+        ("the maximum is added, and the target's logit is without it", whole + largest - target),
         ("the target's logit is added, not subtracted", whole + target),
         ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
         ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
         ("ranks without the target contribute another logit", all_read),
         ("ranks without the target contribute another logit", all_read + (t - 1) * largest),
+        ("ranks without the target contribute another logit", whole - modulo),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.comm import Group
 from paralab.exercises.attempts import origin
-from paralab.exercises.plain import AnswerGroup, LateCalls, WrongGroups
-from paralab.instruments.memory import Life, PeakMemory, tensors
+from paralab.exercises.plain import AnswerGroup, LateCalls, WrongGroups, freed
+from paralab.instruments.memory import Life, PeakMemory
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
 from paralab.ranks.hangs import place
@@ -51,13 +51,13 @@ class Watch(PeakMemory):
     ) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):  # it has no storage to be counted
             raise RuntimeError("a DTensor is used, as fully_shard does it: write what it does")
-        # To make a view of a freed tensor, or a new tensor of its size, is no error.
+        # To reshape a freed tensor, or to make a new tensor of its size, is no error.
         lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
         if lost is not None:
             when = "in backward, " * (torch._C._current_graph_task_id() != -1)
-            said = f"{when}{_operation(func).strip('_')} computes with a tensor of "
-            said += f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
-            raise RuntimeError(said)
+            said = f"{when}{_operation(func).strip('_')} uses a tensor of {tuple(lost.shape)}"
+            said += " whose storage is freed: it has to be allocated again, and gathered into, "
+            raise RuntimeError(said + "before")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def resized(self, life: Life) -> None:
@@ -82,14 +82,8 @@ def _operation(func: Any) -> str:
 def _reads_nothing(func: Any) -> bool:
     name = _operation(func)
     makes = name.endswith("_like") or name.startswith(("new_", "set_", "resize_"))
-    # torch refuses these views itself, but its message speaks of storage sizes
-    return makes or (func.is_view and name not in ("t", "transpose", "as_strided"))
-
-
-def freed(values: Any) -> Tensor | None:
-    """The first tensor in ``values`` whose storage is freed: to read it would crash the process."""
-    lost = (t for t in tensors(values) if t.numel() and not t.untyped_storage().nbytes())
-    return next(lost, None)
+    # torch refuses all other views itself, but its message speaks of storage sizes
+    return makes or name in ("alias", "detach", "view")
 
 
 class Section:

@@ -50,8 +50,8 @@ def zero_step(tries: Tries) -> None:
             how = part + SCALARS, "keeps {} bytes between steps", f"; an N-th of v has {part:,}"
             notes.memory(KEPT, outcome["kept"], *how)
             words = "has {} bytes in a step in addition to what it keeps"
-            how = COPIES * copy + PARTS * part, words, f"; a copy of Ψ has {copy:,}"
-            notes.memory(PEAK, outcome["passing"], *how)
+            why = f"; a copy of Ψ has {copy:,}, and what pad or cat makes counts until it is freed"
+            notes.memory(PEAK, outcome["passing"], COPIES * copy + PARTS * part, words, why)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
