@@ -39,6 +39,7 @@ def test_what_is_shown_can_be_read_on_pages_of_any_width(open_notebook):
     chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
     asks = 'pl.exercises.guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
     questions = [f"{name} = {asks}\n{name}" for name in ("fresh", "out", "said")]
+    questions += ["pl.exercises.choose('Why?', ['a long <b>reason</b> & another one ' * 9, 'b'])"]
     notebook = open_notebook(
         cells=[f"import paralab as pl\n{OFFLOAD}", moved, "pl.view.widgets.zero()", chart,
                *questions, "out.reveal(16), said.commit(12)"]
@@ -57,7 +58,7 @@ def test_what_is_shown_can_be_read_on_pages_of_any_width(open_notebook):
     notebook.wait(out.count, ANSWER_S, "the question does not say that the answer is out")
 
     def cut() -> list[str]:
-        found = [one for cell in (4, 5, 6) for one in notebook.ask("crowded", cell)]
+        found = [one for cell in (4, 5, 6, 7) for one in notebook.ask("crowded", cell)]
         return [one for one in found if "unused" not in one]  # it is no figure
 
     for width in (1000, 1280):
