@@ -7,11 +7,13 @@ import dataclasses
 import json
 import pickle
 import re
+import webbrowser
 from itertools import combinations
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import plotly.io as pio
 import pytest
 
 import synthetic
@@ -176,6 +178,15 @@ def test_a_chart_is_shown_checked_copied_and_saved_as_plotlys_figures_are(light,
             assert twin.table.equals(chart.table) and repr(twin) == repr(chart)
         json.loads(chart.to_json(), parse_constant=pytest.fail)
         assert "bdata" not in chart.to_json()  # lists, and no binary blobs
+
+
+def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
+    monkeypatch.setattr(pio.renderers, "default", "browser")
+    monkeypatch.setattr(webbrowser, "_tryorder", [])
+    chart = next(iter(light.values()))
+    chart._ipython_display_()
+    said = f"{chart!r}: no browser here; .write_html('chart.html') saves the picture\n"
+    assert capsys.readouterr() == (said, "")
 
 
 def test_labels_cannot_be_markup():

@@ -198,9 +198,9 @@ class Choice(Question):
     def _inputs(self, widgets: Any) -> list[Any]:
         rows = []
         for number, option in enumerate(self.options, 1):
-            button = widgets.Button(description=str(number), layout={"width": "40px"})
+            button = widgets.Button(description=str(number), layout={"flex": "0 0 40px"})
             button.on_click(lambda _, number=number: self.pick(number))
-            rows.append(widgets.HBox([button, widgets.Label(option)]))
+            rows.append(widgets.HBox([button, widgets.HTML(html.escape(option))]))
         return [*rows, widgets.Label()]
 
     def _show_answer(self, *rows: Any) -> None:

@@ -10,6 +10,7 @@ This module imports plotly, so modules outside this package import it inside fun
 from __future__ import annotations
 
 import re
+import webbrowser
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -140,6 +141,13 @@ class Chart(go.Figure):
     def __repr__(self) -> str:
         text = f"Chart({self.summary})"
         return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"
+
+    def _ipython_display_(self) -> None:
+        """In a console plotly shows a figure in the browser, which a server does not have."""
+        try:
+            super()._ipython_display_()
+        except webbrowser.Error:
+            print(f"{self!r}: no browser here; .write_html('chart.html') saves the picture")
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = ("summary", "finding", "below", "_above", "_frame")

@@ -61,15 +61,29 @@ const fit = (element) => {
   };
 };
 
+// A change of several traces has "_undefined_" for what stays as it is in one of them. plotly's views
+// know that, but its model would keep the word, and a figure that is shown again lack what it had.
+const known = (change) => {
+  for (const values of Object.values(change?.style_data ?? {}))
+    if (Array.isArray(values)) values.forEach((value, i) => value === "_undefined_" && delete values[i]);
+  return change;
+};
+
 export default () => {
   let figure;
+  let own;
   return {
     async initialize({ model, ...more }) {
       // Not at once: its five megabytes would hold the page while the two seconds run.
       setTimeout(() => load(model.get("_bundle")), 50);
       figure = loaded.code.then(async (code) => {
         const made = await code.default();
-        await made.initialize({ model, ...more });
+        // plotly's views listen to this model, and go on when they are off the page: they fail at each
+        // change, which figures on the page then miss. So each listens to the model of its own `render`,
+        // for anywidget ends that with the view.
+        const on = (...what) => (own ?? model).on(...what);
+        const get = (name) => (name === "_py2js_update" ? known(model.get(name)) : model.get(name));
+        await made.initialize({ model: { ...model, on, get }, ...more });
         return made;
       });
       listen(await model.widget_manager.get_model(model.get("_own")), figure);
@@ -80,7 +94,9 @@ export default () => {
       let unfit;
       figure.then((made) => {
         if (gone) return;
+        own = context.model;
         end = made.render(context);
+        own = undefined;
         unfit = fit(context.el);
       });
       return () => {
