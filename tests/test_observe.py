@@ -308,6 +308,28 @@ def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps)
         assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
 
 
+def loads_its_states():
+    """To have states that it can load, torch.distributed.checkpoint makes the optimizer step."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for state in get_optimizer_state_dict(model, optimizer)["state"].values():
+        dist.broadcast(state["exp_avg"], 0)
+    return trained(model, 64, update=optimizer)
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps):
+    report = pl.observe(loads_its_states, 2, memory_steps=memory_steps)
+    assert report.steps["step"].tolist() == [0, 1, 2] * 2 and len(report.losses) == 3
+    assert report.collectives["phase"].tolist() == ["setup"] * 4
+    assert set(report.memory["step"]) == set(range(memory_steps))
+    if memory_steps:
+        first = report.memory[report.memory["time"] == report.memory["time"].min()]
+        assert first.query("category == 'optimizer'")["bytes"].sum() == 2 * 4 * 65 * 64 + 2 * 4
+
+
 def forward_alone():
     with torch.no_grad():
         dist.all_reduce(torch.nn.Linear(300, 300)(torch.ones(300)))

@@ -95,6 +95,10 @@ class Observer(Program):
         self._step_sharers.clear()
         self.begin()
         self.only_calls = False
+        if not self.trains:
+            self.trains = True
+            if self.step == 1 and not self.marked:
+                self.was_setup()
         self.recorder.enter(kind, self.counts[counted])
         self.counts[counted] += 1
         self.inside.append(kind)

@@ -50,6 +50,7 @@ class Program:
         self.step = 0  # the step that is open, or comes next
         self.in_step = self.started = False  # a step is open; the first step has begun
         self.only_calls = True  # there was no forward, backward or optimizer yet
+        self.trains = False  # there was a forward or a backward
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
@@ -180,6 +181,13 @@ class Program:
         if self.recorder.ledger is None and self.step < self.memory_steps:
             self.ledger.__enter__()
         self.recorder.enter("compute")
+
+    def was_setup(self) -> None:
+        """The first step, which had no forward or backward, belongs to the setup: an optimizer made
+        its states by it, as where torch.distributed.checkpoint loads them.
+        """
+        self.go_on()
+        self.in_step = self.started = False
 
     def close_ledger(self) -> None:
         """Turn the ledger off, unless the program has entered a mode or hooks of its own since."""
