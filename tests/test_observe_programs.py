@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import paralab as pl
 from paralab import observing
 from paralab.launch import launch_program
+from paralab.report.paradigm import mb
 from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
@@ -579,6 +580,11 @@ def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first
     report = seen(unsharded_first, 2, (unshards,), memory_steps=2)
     most = most_of(report, 1)
     assert most["parameters"] == report.results[0] and most["optimizer"] == 0
+
+def test_a_size_is_written_with_three_digits_in_its_unit():
+    sizes = {99_999: "99,999 B", 1e5: "0.1 MB", 999.4e6: "999 MB", 999.6e6: "1 GB", 2e9: "2 GB"}
+    assert {size: mb(size) for size in sizes} == sizes
+
 
 
 # ---- what is kept for the backward by hooks of the program, and what no tensor shows -------------

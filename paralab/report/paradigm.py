@@ -225,3 +225,5 @@ def whole_number(times: float) -> int:
 
 def mb(size: float) -> str:
     return f"{size / 1e6:,.3g} MB" if size >= 1e5 else f"{size:,.0f} B"
+    if size >= 999.5e6:
+        return f"{size / 1e9:,.3g} GB"
