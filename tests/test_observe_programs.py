@@ -200,6 +200,21 @@ def evaluates_closures():
         update.step(closure)
 
 
+def evaluates_the_last_closure():
+    """Of two micro-batches the optimizer evaluates the second, as Lightning's Trainer does."""
+    model = ddp(layers(1, 64))
+    update, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(32, 64)
+
+    def closure():
+        (loss := model(x).square().mean()).backward()
+        return loss
+
+    for _ in range(3):
+        with model.no_sync():
+            closure()
+        update.step(closure)
+
+
 def unequal_steps():
     model = ddp(layers(1))
     with Join([model]):
@@ -221,7 +236,7 @@ def beside_ddp(what):
     trained(ddp(Net(512, 512)), 512, backwards=2)
 
 
-def first_stage_by_hand():
+def first_stage_by_hand(scatters):
     model, n = layers(1, 512), dist.get_world_size()
     own = list(model.parameters())
     mine = parameters_to_vector(own).detach().chunk(n)[dist.get_rank()].clone()
@@ -230,12 +245,78 @@ def first_stage_by_hand():
     for _ in range(3):
         model(torch.ones(8, 512)).square().mean().backward()
         flat = torch.cat([p.grad.flatten() for p in own])
-        mine.grad = torch.empty_like(mine)
-        dist.reduce_scatter(mine.grad, list(flat.chunk(n)))
+        if scatters:
+            dist.reduce_scatter(torch.empty_like(mine), list(flat.chunk(n)))
+        else:
+            dist.all_reduce(flat)
+        mine.grad = flat.chunk(n)[dist.get_rank()]
         update.step()
         model.zero_grad()
         dist.all_gather(list(flat.chunk(n)), mine.detach())
         vector_to_parameters(flat, own)
+
+
+def owners_update():
+    """Every rank owns a layer: its gradients are reduced there, and it broadcasts what it updates,
+    as OSS of fairscale does."""
+
+    class Update(torch.optim.SGD):
+        def step(self):
+            super().step()
+            for owner, parameter in enumerate(model.parameters()):
+                dist.broadcast(parameter.data, owner)
+
+    def reduced():
+        for owner, parameter in enumerate(model.parameters()):
+            dist.reduce(parameter.grad, owner)
+
+    model = layers(2, bias=False)
+    trained(model, 256, update=Update(model.parameters(), 0.1), behind=reduced)
+
+
+def updates_in_parts():
+    """One optimizer steps for one parameter after the other, as in ZeRO-3 of DeepSpeed."""
+
+    class Parts:
+        def step(self):
+            for parameter in own:
+                update.param_groups[0]["params"] = [parameter]
+                update.step()
+
+        def zero_grad(self):
+            model.zero_grad()
+
+    model = layers(2, bias=False)
+    own = list(model.parameters())
+    update = torch.optim.SGD(own, 0.1)
+    sums_gradients(model, 256, update=Parts())
+
+
+def empties_its_parameters():
+    """A rank's parameters have no elements unless they are gathered: ZeRO-3 as DeepSpeed has it."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(256, 256, bias=False)
+            self.weight.ds_numel = self.weight.numel()
+            self.weight.ds_tensor = self.weight.data.chunk(2)[dist.get_rank()].clone()
+            self.weight.register_post_accumulate_grad_hook(self.scatter)
+            self.weight.data = torch.empty(0)
+
+        def forward(self, x):
+            self.weight.data = torch.empty(256, 256)
+            dist.all_gather_into_tensor(self.weight.data, self.weight.ds_tensor)
+            return super().forward(x)
+
+        def scatter(self, weight):
+            weight.ds_tensor.grad = torch.empty_like(weight.ds_tensor)
+            dist.reduce_scatter_tensor(weight.ds_tensor.grad, weight.grad)
+            weight.grad, weight.data = None, torch.empty(0)
+
+    model = nn.Sequential(Layer(), Layer())
+    shards = [layer.weight.ds_tensor for layer in model]
+    trained(model, 256, update=torch.optim.SGD(shards, 0.1))
+    return sum(shard.nbytes for shard in shards)
 
 
 def one_column_parallel_layer():
@@ -315,6 +396,18 @@ def several_gradients_of_one_input():
 def sums_gradients(model, x, **how):
     """One by one, when they are complete."""
     trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
+
+
+def last_bucket_behind():
+    """Gradients are summed as they come, those of the first layer after the backward."""
+
+    def add(parameter):
+        dist.all_reduce(parameter.grad)
+
+    model = layers(3, bias=False)
+    for layer in model[1:]:
+        layer.weight.register_post_accumulate_grad_hook(add)
+    trained(model, 256, behind=lambda: add(model[0].weight))
 
 
 def small_gradients_one_by_one():
@@ -411,7 +504,9 @@ SAID = {
     (two_levels, 2, True): (
         4, {TIMES: (EVERY + "2 times Ψ",), FORM: ("axis replicate: " + SUMMED + "4 (n",)}),
     (evaluates_closures,): (2, {TIMES: (
-        "4 times Ψ is reduced per step, in which the optimizer evaluates 4 backward passes.",)}),
+        "4 times Ψ is reduced per step, which has 4 backward passes, with those of a closure that "
+        "the optimizer evaluates.",)}),
+    (evaluates_the_last_closure,): (2, {TIMES: (TWO[:-1] + ", with those of a closure",)}),
     (unequal_steps,): (2, {
         CALLS: ("1 × all_reduce of 0.263 MB",), FORM: (": 2 (n−1)/n Ψ = 0.263 MB per rank",),
         TIMES: (ONCE,), UNKNOWN: ("from 2 to 5 steps that count",)}),
@@ -420,9 +515,21 @@ SAID = {
     (beside_ddp, "features"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", OTHER), TIMES: (EVERY,)}),
     (a_gate_beside_local_experts,): (2, {FORM: (PART,)}),
-    (first_stage_by_hand,): (2, {FORM: (
+    (first_stage_by_hand, True): (2, {FORM: (
         "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters gathered: "
         "2 (n−1)/n Ψ = 1.05 MB",)}),
+    (first_stage_by_hand, False): (2, {FORM: (
+        "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
+        "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
+    (owners_update,): (2, {TIMES: (ONCE,), FORM: (
+        "axis world: sharded gradients (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
+        "broadcasts updated parameters: 2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.524 MB)\n"
+        "axis world: gloo's reduce is a reduce-scatter whose parts are then sent to the root",)}),
+    (updates_in_parts,): (2, {TIMES: (ONCE,), CALLS: ("data: 2 × all_reduce",)}),
+    (empties_its_parameters,): (2, {
+        TIMES: (ONCE,), FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.5",),
+        "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
+    (last_bucket_behind,): (2, {TIMES: (ONCE,)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
     (gathered_again_in_pairs,): (4, {FORM: (
@@ -472,6 +579,11 @@ def test_a_paradigm_is_known_by_its_calls(job):
     assert ("only a part" in form) == (job[0] is a_gate_beside_local_experts)
     assert job != (in_16_bits, "ddp") or BITS not in form
     assert job != (beside_ddp, "a statistic") or "of other traffic" not in form
+
+
+def test_a_size_is_written_with_three_digits_in_its_unit():
+    sizes = {99_999: "99,999 B", 1e5: "0.1 MB", 999.4e6: "999 MB", 999.6e6: "1 GB", 2e9: "2 GB"}
+    assert {size: mb(size) for size in sizes} == sizes
 
 
 def test_what_is_summed_in_some_steps_only_takes_time_and_bytes():
@@ -580,11 +692,6 @@ def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first
     report = seen(unsharded_first, 2, (unshards,), memory_steps=2)
     most = most_of(report, 1)
     assert most["parameters"] == report.results[0] and most["optimizer"] == 0
-
-def test_a_size_is_written_with_three_digits_in_its_unit():
-    sizes = {99_999: "99,999 B", 1e5: "0.1 MB", 999.4e6: "999 MB", 999.6e6: "1 GB", 2e9: "2 GB"}
-    assert {size: mb(size) for size in sizes} == sizes
-
 
 
 # ---- what is kept for the backward by hooks of the program, and what no tensor shows -------------

@@ -87,7 +87,7 @@ class Program:
         rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
         """
         placed, cut = getattr(parameter, "placements", None), {}
-        local = parameter if placed is None else parameter.to_local()
+        local = _shard(parameter) if placed is None else parameter.to_local()
         for dimension, placement in enumerate(placed or ()):
             if not (placement.is_replicate() or placement.is_partial()):
                 mesh = parameter.device_mesh
@@ -95,7 +95,7 @@ class Program:
                 cut[axis] = mesh.size(dimension)
         return {
             "name": name.removeprefix("module."),
-            "elements": parameter.numel(),
+            "elements": getattr(parameter, "ds_numel", parameter.numel()),
             "held": local.numel(),
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
@@ -215,4 +215,9 @@ def _at_rest(module: Any) -> Iterator[Tensor]:
     yield from module.buffers()
     for parameter in module.parameters():
         if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
-            yield parameter
+            yield _shard(parameter)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """What a rank keeps of a parameter: in DeepSpeed's ZeRO-3 an attribute, ``ds_tensor``."""
+    return getattr(parameter, "ds_tensor", parameter)

@@ -76,13 +76,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
         return "it looks like none of the known paradigms"
-    gathered, factor, pass_gathers = 0.0, scattered, ()
+    gathered, factor, pass_gathers, updates = 0.0, scattered, (), ("broadcast",)
     if all_reduced >= scattered:
-        factor = 2 * all_reduced
-        for op, verb in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
-            if (redistributed := payload[op, "optimizer"] / psi) > NEAR:
-                name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
-                factor += redistributed
+        factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
     elif for_forward := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
@@ -93,6 +89,13 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         name += "gathered"
     else:
         name = "sharded gradients (ZeRO-2)"
+    for op in updates:
+        behind = payload[op, "data"] / psi  # between the optimizer's step and the next forward
+        redistributed = payload[op, "optimizer"] / psi + behind * (whole_number(behind) == 1)
+        if redistributed > NEAR:
+            verb = op.removeprefix("all_") + "s"
+            name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
+            factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
     text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
     text += f"(n={n}, Ψ={mb(psi)})"
@@ -224,6 +227,6 @@ def whole_number(times: float) -> int:
 
 
 def mb(size: float) -> str:
-    return f"{size / 1e6:,.3g} MB" if size >= 1e5 else f"{size:,.0f} B"
     if size >= 999.5e6:
         return f"{size / 1e9:,.3g} GB"
+    return f"{size / 1e6:,.3g} MB" if size >= 1e5 else f"{size:,.0f} B"
