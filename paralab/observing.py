@@ -43,6 +43,12 @@ STEPS = ("optimizer", "marked")
 NOTHING = """nothing was seen in this process: no module, collective or optimizer was called. \
 Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
 paralab observe --ranks N, or torchrun, start its ranks"""
+UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: why}
+    "support saved tensor hooks": "counting bytes takes hooks on saved tensors, which torch.func "
+    "does not support",
+    "torch dispatch mode present": "counting bytes takes a dispatch mode, in which torch.compile "
+    "with fullgraph=True refuses to work",
+}
 _observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
@@ -71,9 +77,9 @@ def observe(
     memory_steps  the number of steps, from the first, in which the live ledger counts bytes. Such a
                   step is 5 to 20 % slower, more where operations are small; later steps are timed
                   without the ledger. The default is 2, as optimizers make their states at the end
-                  of the first step. While the ledger counts, torch.compile compiles nothing and
-                  torch.func refuses to work. What torch.compile skips it compiles in the step
-                  after; with 0 it compiles from the first step on, and torch.func works
+                  of the first step. While the ledger counts, torch.compile compiles nothing (with
+                  fullgraph=True it refuses), and torch.func refuses to work. What torch.compile
+                  skips it compiles in the step after; with 0 both work from the first step on
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The program chooses its device, and ``report.meta["device"]`` says which: times and bytes are a
@@ -195,9 +201,9 @@ def _observed(context: Any, settings: dict[str, Any]) -> Iterator[Any]:
         except RuntimeError as error:
             if isinstance(report := getattr(error, "out_of_memory", None), OutOfMemory):
                 raise report from error
-            if "support saved tensor hooks" not in str(error):
+            why = next((why for text, why in UNCOUNTED.items() if text in str(error)), None)
+            if why is None or not observer.memory_steps:
                 raise
-            why = "counting bytes takes hooks on saved tensors, which torch.func does not support"
             raise illegal("memory_steps", observer.memory_steps, why, "0") from error
         finally:
             _observers.remove(observer)

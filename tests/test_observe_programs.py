@@ -88,10 +88,17 @@ def with_torch_func():
     return 1
 
 
-def test_torch_func_is_observed_without_the_ledger_and_with_it_that_is_said():
-    assert seen(with_torch_func, 1, steps="marked").results == [1]
-    with pytest.raises(pl.RankError, match=r"memory_steps=1: .* torch.func .*; legal: 0"):
-        seen(with_torch_func, 1, memory_steps=1, steps="marked")
+def compiled_as_one_graph():
+    torch.compile(nn.Linear(8, 8), backend="eager", fullgraph=True)(torch.ones(4, 8))
+    return 1
+
+
+@pytest.mark.parametrize("fn", [with_torch_func, compiled_as_one_graph])
+def test_what_cannot_be_counted_is_observed_without_the_ledger_and_with_it_that_is_said(fn):
+    assert seen(fn, 1, steps="marked").results == [1]
+    why = r"memory_steps=1: .* (torch.func|fullgraph=True) .*; legal: 0"
+    with pytest.raises(pl.RankError, match=why):
+        seen(fn, 1, memory_steps=1, steps="marked")
 
 
 def test_a_script_that_starts_processes_itself_runs_and_is_told_why_nothing_was_seen(tmp_path):
