@@ -248,7 +248,7 @@ def test_explain_says_what_other_is_where_it_is_much(report):
     asked = "What does the peak of memory consist of?"
     assert "a data set" not in report.explain()[asked]
     said = pl.observe(on_data, 1).explain()[asked]
-    assert "other 0.16 MB" in said and said.endswith("batches, a data set, losses.")
+    assert "other 0.16 MB" in said and said.endswith("weights, batches, a data set, losses.")
 
 
 # ---- steps ------------------------------------------------------------------------------------

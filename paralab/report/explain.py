@@ -247,7 +247,7 @@ def _peak(report: Tables) -> str:
     text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
     if peak.held.get("other", 0) > OTHER * peak.total:
         text += ". “Other” is what the program allocates outside forward, backward and optimizer: "
-        text += "batches, a data set, losses."
+        text += "copies of weights, batches, a data set, losses."
     return text
 
 

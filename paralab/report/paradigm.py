@@ -97,7 +97,8 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
             name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
             factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
-    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
+    average = " on average" * ("broadcasts" in name)
+    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
     text += f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     times = max(all_reduced, scattered)
@@ -119,6 +120,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if surplus:
         text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"
     rest = rows["wire_bytes"].sum() / steps - surplus
+    if average:  # owners of more parameters send more
+        sent = rows[rows["op"].eq("broadcast") & ~rows["phase"].isin(("forward", "backward"))]
+        rest += (share * sent["payload_bytes"].sum() - sent["wire_bytes"].sum()) / steps
     rest -= share * (factor * psi + gathered * frozen)
     if rest > NEAR * factor * share * psi:
         text += f"; in addition, {mb(rest)} of other traffic on this axis"
