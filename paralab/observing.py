@@ -178,9 +178,14 @@ def _report(name: str, parts: list[dict[str, Any]]) -> Report:
 def _on_rank(
     program: Any, nodes: tuple[int, ...], settings: dict[str, Any], context: Any, *args: Any
 ) -> dict[str, Any]:
-    """Runs in a launched rank: run the program under observation, and return the rank's part."""
+    """Runs in a launched rank: run the program under observation, and return the rank's part. Other
+    libraries look for their rank where torchrun has it, in the environment.
+    """
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    os.environ |= {"GROUP_RANK": "0"} | ranks | dict.fromkeys(sizes, str(context.world_size))
     run = _function if callable(program) else _launched_script
     with _observed(context, settings) as observer:
         return _part(observer, context, run(context, program, *args), _name(program))
@@ -236,7 +241,7 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _launched_script(context: Any, path: Path, *args: Any) -> None:
-    """The script in a launched rank, with the store and the variables of a torchrun job."""
+    """The script in a launched rank, with the store of a torchrun job."""
     __tracebackhide__ = True
     import torch.distributed as dist
 
@@ -244,10 +249,7 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context.store.set("observed/port", str(store.port))
     port = context.store.get("observed/port").decode()
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
-    variables |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
-    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-    os.environ |= variables | dict.fromkeys(sizes, str(context.world_size))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
     own = os.getpid()  # ranks connect to the store above; processes that the script starts do not
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # the attribute is a function

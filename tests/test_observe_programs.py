@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import threading
 from collections import Counter
 
@@ -86,6 +87,17 @@ def with_torch_func():
     grad(lambda w: functional_call(layer, w, (x,)).square().mean())(weights)
     pl.step()
     return 1
+
+
+def asks_the_environment():
+    """As accelerate, Lightning and transformers do, to know that their ranks run already."""
+    dist.all_reduce(torch.ones(4))
+    own = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    return [*own, os.environ.get("LOCAL_WORLD_SIZE")]
+
+
+def test_a_function_finds_its_rank_in_the_environment_as_under_torchrun():
+    assert seen(asks_the_environment).results == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
 
 
 def compiled_as_one_graph():
