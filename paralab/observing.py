@@ -43,6 +43,12 @@ STEPS = ("optimizer", "marked")
 NOTHING = """nothing was seen in this process: no module, collective or optimizer was called. \
 Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
 paralab observe --ranks N, or torchrun, start its ranks"""
+UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: why}
+    "support saved tensor hooks": "counting bytes takes hooks on saved tensors, which torch.func "
+    "does not support",
+    "torch dispatch mode present": "counting bytes takes a dispatch mode, in which torch.compile "
+    "with fullgraph=True refuses to work",
+}
 _observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
@@ -71,9 +77,9 @@ def observe(
     memory_steps  the number of steps, from the first, in which the live ledger counts bytes. Such a
                   step is 5 to 20 % slower, more where operations are small; later steps are timed
                   without the ledger. The default is 2, as optimizers make their states at the end
-                  of the first step. While the ledger counts, torch.compile compiles nothing and
-                  torch.func refuses to work. What torch.compile skips it compiles in the step
-                  after; with 0 it compiles from the first step on, and torch.func works
+                  of the first step. While the ledger counts, torch.compile compiles nothing (with
+                  fullgraph=True it refuses), and torch.func refuses to work. What torch.compile
+                  skips it compiles in the step after; with 0 both work from the first step on
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The program chooses its device, and ``report.meta["device"]`` says which: times and bytes are a
@@ -172,9 +178,14 @@ def _report(name: str, parts: list[dict[str, Any]]) -> Report:
 def _on_rank(
     program: Any, nodes: tuple[int, ...], settings: dict[str, Any], context: Any, *args: Any
 ) -> dict[str, Any]:
-    """Runs in a launched rank: run the program under observation, and return the rank's part."""
+    """Runs in a launched rank: run the program under observation, and return the rank's part. Other
+    libraries look for their rank where torchrun has it, in the environment.
+    """
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    os.environ |= {"GROUP_RANK": "0"} | ranks | dict.fromkeys(sizes, str(context.world_size))
     run = _function if callable(program) else _launched_script
     with _observed(context, settings) as observer:
         return _part(observer, context, run(context, program, *args), _name(program))
@@ -195,9 +206,9 @@ def _observed(context: Any, settings: dict[str, Any]) -> Iterator[Any]:
         except RuntimeError as error:
             if isinstance(report := getattr(error, "out_of_memory", None), OutOfMemory):
                 raise report from error
-            if "support saved tensor hooks" not in str(error):
+            why = next((why for text, why in UNCOUNTED.items() if text in str(error)), None)
+            if why is None or not observer.memory_steps:
                 raise
-            why = "counting bytes takes hooks on saved tensors, which torch.func does not support"
             raise illegal("memory_steps", observer.memory_steps, why, "0") from error
         finally:
             _observers.remove(observer)
@@ -230,7 +241,7 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _launched_script(context: Any, path: Path, *args: Any) -> None:
-    """The script in a launched rank, with the store and the variables of a torchrun job."""
+    """The script in a launched rank, with the store of a torchrun job."""
     __tracebackhide__ = True
     import torch.distributed as dist
 
@@ -238,10 +249,7 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context.store.set("observed/port", str(store.port))
     port = context.store.get("observed/port").decode()
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
-    variables |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
-    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-    os.environ |= variables | dict.fromkeys(sizes, str(context.world_size))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
     own = os.getpid()  # ranks connect to the store above; processes that the script starts do not
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # the attribute is a function

@@ -248,7 +248,7 @@ def test_explain_says_what_other_is_where_it_is_much(report):
     asked = "What does the peak of memory consist of?"
     assert "a data set" not in report.explain()[asked]
     said = pl.observe(on_data, 1).explain()[asked]
-    assert "other 0.16 MB" in said and said.endswith("batches, a data set, losses.")
+    assert "other 0.16 MB" in said and said.endswith("weights, batches, a data set, losses.")
 
 
 # ---- steps ------------------------------------------------------------------------------------
@@ -306,6 +306,28 @@ def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps)
         memory = report.memory.query(f"rank == 0 and step == {memory_steps - 1}")
         last = memory[memory["time"] == memory["time"].max()]
         assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
+
+
+def loads_its_states():
+    """To have states that it can load, torch.distributed.checkpoint makes the optimizer step."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for state in get_optimizer_state_dict(model, optimizer)["state"].values():
+        dist.broadcast(state["exp_avg"], 0)
+    return trained(model, 64, update=optimizer)
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps):
+    report = pl.observe(loads_its_states, 2, memory_steps=memory_steps)
+    assert report.steps["step"].tolist() == [0, 1, 2] * 2 and len(report.losses) == 3
+    assert report.collectives["phase"].tolist() == ["setup"] * 4
+    assert set(report.memory["step"]) == set(range(memory_steps))
+    if memory_steps:
+        first = report.memory[report.memory["time"] == report.memory["time"].min()]
+        assert first.query("category == 'optimizer'")["bytes"].sum() == 2 * 4 * 65 * 64 + 2 * 4
 
 
 def forward_alone():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import threading
 from collections import Counter
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import paralab as pl
 from paralab import observing
 from paralab.launch import launch_program
+from paralab.report.paradigm import mb
 from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
@@ -87,10 +89,28 @@ def with_torch_func():
     return 1
 
 
-def test_torch_func_is_observed_without_the_ledger_and_with_it_that_is_said():
-    assert seen(with_torch_func, 1, steps="marked").results == [1]
-    with pytest.raises(pl.RankError, match=r"memory_steps=1: .* torch.func .*; legal: 0"):
-        seen(with_torch_func, 1, memory_steps=1, steps="marked")
+def asks_the_environment():
+    """As accelerate, Lightning and transformers do, to know that their ranks run already."""
+    dist.all_reduce(torch.ones(4))
+    own = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    return [*own, os.environ.get("LOCAL_WORLD_SIZE")]
+
+
+def test_a_function_finds_its_rank_in_the_environment_as_under_torchrun():
+    assert seen(asks_the_environment).results == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def compiled_as_one_graph():
+    torch.compile(nn.Linear(8, 8), backend="eager", fullgraph=True)(torch.ones(4, 8))
+    return 1
+
+
+@pytest.mark.parametrize("fn", [with_torch_func, compiled_as_one_graph])
+def test_what_cannot_be_counted_is_observed_without_the_ledger_and_with_it_that_is_said(fn):
+    assert seen(fn, 1, steps="marked").results == [1]
+    why = r"memory_steps=1: .* (torch.func|fullgraph=True) .*; legal: 0"
+    with pytest.raises(pl.RankError, match=why):
+        seen(fn, 1, memory_steps=1, steps="marked")
 
 
 def test_a_script_that_starts_processes_itself_runs_and_is_told_why_nothing_was_seen(tmp_path):
@@ -199,6 +219,21 @@ def evaluates_closures():
         update.step(closure)
 
 
+def evaluates_the_last_closure():
+    """Of two micro-batches the optimizer evaluates the second, as Lightning's Trainer does."""
+    model = ddp(layers(1, 64))
+    update, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(32, 64)
+
+    def closure():
+        (loss := model(x).square().mean()).backward()
+        return loss
+
+    for _ in range(3):
+        with model.no_sync():
+            closure()
+        update.step(closure)
+
+
 def unequal_steps():
     model = ddp(layers(1))
     with Join([model]):
@@ -220,7 +255,7 @@ def beside_ddp(what):
     trained(ddp(Net(512, 512)), 512, backwards=2)
 
 
-def first_stage_by_hand():
+def first_stage_by_hand(scatters):
     model, n = layers(1, 512), dist.get_world_size()
     own = list(model.parameters())
     mine = parameters_to_vector(own).detach().chunk(n)[dist.get_rank()].clone()
@@ -229,12 +264,78 @@ def first_stage_by_hand():
     for _ in range(3):
         model(torch.ones(8, 512)).square().mean().backward()
         flat = torch.cat([p.grad.flatten() for p in own])
-        mine.grad = torch.empty_like(mine)
-        dist.reduce_scatter(mine.grad, list(flat.chunk(n)))
+        if scatters:
+            dist.reduce_scatter(torch.empty_like(mine), list(flat.chunk(n)))
+        else:
+            dist.all_reduce(flat)
+        mine.grad = flat.chunk(n)[dist.get_rank()]
         update.step()
         model.zero_grad()
         dist.all_gather(list(flat.chunk(n)), mine.detach())
         vector_to_parameters(flat, own)
+
+
+def owners_update():
+    """Every rank owns a layer: its gradients are reduced there, and it broadcasts what it updates,
+    as OSS of fairscale does."""
+
+    class Update(torch.optim.SGD):
+        def step(self):
+            super().step()
+            for at, parameter in enumerate(model.parameters()):
+                dist.broadcast(parameter.data, at % 2)
+
+    def reduced():
+        for at, parameter in enumerate(model.parameters()):
+            dist.reduce(parameter.grad, at % 2)
+
+    model = layers(3, bias=False)
+    trained(model, 256, update=Update(model.parameters(), 0.1), behind=reduced)
+
+
+def updates_in_parts():
+    """One optimizer steps for one parameter after the other, as in ZeRO-3 of DeepSpeed."""
+
+    class Parts:
+        def step(self):
+            for parameter in own:
+                update.param_groups[0]["params"] = [parameter]
+                update.step()
+
+        def zero_grad(self):
+            model.zero_grad()
+
+    model = layers(2, bias=False)
+    own = list(model.parameters())
+    update = torch.optim.SGD(own, 0.1)
+    sums_gradients(model, 256, update=Parts())
+
+
+def empties_its_parameters():
+    """A rank's parameters have no elements unless they are gathered: ZeRO-3 as DeepSpeed has it."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(256, 256, bias=False)
+            self.weight.ds_numel = self.weight.numel()
+            self.weight.ds_tensor = self.weight.data.chunk(2)[dist.get_rank()].clone()
+            self.weight.register_post_accumulate_grad_hook(self.scatter)
+            self.weight.data = torch.empty(0)
+
+        def forward(self, x):
+            self.weight.data = torch.empty(256, 256)
+            dist.all_gather_into_tensor(self.weight.data, self.weight.ds_tensor)
+            return super().forward(x)
+
+        def scatter(self, weight):
+            weight.ds_tensor.grad = torch.empty_like(weight.ds_tensor)
+            dist.reduce_scatter_tensor(weight.ds_tensor.grad, weight.grad)
+            weight.grad, weight.data = None, torch.empty(0)
+
+    model = nn.Sequential(Layer(), Layer())
+    shards = [layer.weight.ds_tensor for layer in model]
+    trained(model, 256, update=torch.optim.SGD(shards, 0.1))
+    return sum(shard.nbytes for shard in shards)
 
 
 def one_column_parallel_layer():
@@ -314,6 +415,18 @@ def several_gradients_of_one_input():
 def sums_gradients(model, x, **how):
     """One by one, when they are complete."""
     trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
+
+
+def last_bucket_behind():
+    """Gradients are summed as they come, those of the first layer after the backward."""
+
+    def add(parameter):
+        dist.all_reduce(parameter.grad)
+
+    model = layers(3, bias=False)
+    for layer in model[1:]:
+        layer.weight.register_post_accumulate_grad_hook(add)
+    trained(model, 256, behind=lambda: add(model[0].weight))
 
 
 def small_gradients_one_by_one():
@@ -410,7 +523,9 @@ SAID = {
     (two_levels, 2, True): (
         4, {TIMES: (EVERY + "2 times Ψ",), FORM: ("axis replicate: " + SUMMED + "4 (n",)}),
     (evaluates_closures,): (2, {TIMES: (
-        "4 times Ψ is reduced per step, in which the optimizer evaluates 4 backward passes.",)}),
+        "4 times Ψ is reduced per step, which has 4 backward passes, with those of a closure that "
+        "the optimizer evaluates.",)}),
+    (evaluates_the_last_closure,): (2, {TIMES: (TWO[:-1] + ", with those of a closure",)}),
     (unequal_steps,): (2, {
         CALLS: ("1 × all_reduce of 0.263 MB",), FORM: (": 2 (n−1)/n Ψ = 0.263 MB per rank",),
         TIMES: (ONCE,), UNKNOWN: ("from 2 to 5 steps that count",)}),
@@ -419,9 +534,22 @@ SAID = {
     (beside_ddp, "features"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", OTHER), TIMES: (EVERY,)}),
     (a_gate_beside_local_experts,): (2, {FORM: (PART,)}),
-    (first_stage_by_hand,): (2, {FORM: (
+    (first_stage_by_hand, True): (2, {FORM: (
         "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters gathered: "
         "2 (n−1)/n Ψ = 1.05 MB",)}),
+    (first_stage_by_hand, False): (2, {FORM: (
+        "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
+        "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
+    (owners_update,): (2, {TIMES: (ONCE,), FORM: (
+        "axis world: sharded gradients (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
+        "broadcasts updated parameters: 2 (n−1)/n Ψ = 0.786 MB per rank on average (n=2, Ψ=0.786 "
+        "MB)\n"
+        "axis world: gloo's reduce is a reduce-scatter whose parts are then sent to the root",)}),
+    (updates_in_parts,): (2, {TIMES: (ONCE,), CALLS: ("data: 2 × all_reduce",)}),
+    (empties_its_parameters,): (2, {
+        TIMES: (ONCE,), FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.5",),
+        "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
+    (last_bucket_behind,): (2, {TIMES: (ONCE,)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
     (gathered_again_in_pairs,): (4, {FORM: (
@@ -471,6 +599,12 @@ def test_a_paradigm_is_known_by_its_calls(job):
     assert ("only a part" in form) == (job[0] is a_gate_beside_local_experts)
     assert job != (in_16_bits, "ddp") or BITS not in form
     assert job != (beside_ddp, "a statistic") or "of other traffic" not in form
+
+
+def test_a_size_is_written_with_three_digits_in_its_unit():
+    sizes = {99_999: "99,999 B", 1e5: "0.1 MB", 999.4e6: "999 MB", 999.6e6: "1 GB", 135e9: "135 GB"}
+    assert {size: mb(size) for size in sizes} == sizes
+    assert mb(2.49e15) == "2,490,000 GB"
 
 
 def test_what_is_summed_in_some_steps_only_takes_time_and_bytes():

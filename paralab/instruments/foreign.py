@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -56,8 +57,9 @@ class Observer(Program):
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that have stepped
-        # those that have stepped since the last forward or backward: they share a training step
-        self._step_sharers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # those that have stepped since the last forward or backward, which share a training step,
+        # and the ids of the parameters that each has updated in it
+        self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         self._stepping: list[int] = []  # ids of optimizers inside their step, outermost first
 
     # ---- on and off ---------------------------------------------------------------------------
@@ -93,6 +95,10 @@ class Observer(Program):
         step: forwards of the same module, or backwards.
         """
         self._step_sharers.clear()
+        if not self.trains:
+            self.trains = True
+            if self.step == 1 and not self.marked:
+                self.was_setup()
         self.begin()
         self.only_calls = False
         self.recorder.enter(kind, self.counts[counted])
@@ -150,7 +156,8 @@ class Observer(Program):
         """Before an optimizer's step, which may lie inside another optimizer's step."""
         if not self._watches():
             return
-        if id(optimizer) in self._stepping:  # its last step raised, and the program went on
+        if id(optimizer) in self._stepping and not _is_nested(optimizer):
+            # its last step raised, and the program went on
             self._stepping.clear()
             self.inside = [part for part in self.inside if part != "optimizer"]
             self.recorder.leave()
@@ -171,8 +178,9 @@ class Observer(Program):
         self.inside.append("optimizer")
 
     def _assign_step(self, optimizer: Any) -> None:
-        """Optimizers that step directly one after the other share one training step. Raises
-        ValueError where the end of a training step is not known.
+        """Optimizers that step directly one after the other share one training step; so does one
+        that steps for some of its parameters after the other. Raises ValueError where the end of a
+        training step is not known.
         """
         why, others = "", sorted({type(known).__name__ for known in self._optimizers})
         if "backward" in self.inside:
@@ -182,7 +190,8 @@ class Observer(Program):
         if why:
             why += ", so it is not known where a training step ends"
             raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
-        if optimizer in self._step_sharers:  # it steps again: a new training step
+        updated_before = self._step_sharers.get(optimizer, set())
+        if not updated_before.isdisjoint(map(id, updated(optimizer))):  # a new training step
             self._step_sharers.clear()
         elif self._step_sharers:  # the training step that the last optimizer ended goes on
             self.go_on()
@@ -196,7 +205,7 @@ class Observer(Program):
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
-            self._step_sharers.add(optimizer)
+            self._step_sharers.setdefault(optimizer, set()).update(map(id, updated(optimizer)))
             if not self.marked:
                 self.end_step()
 
@@ -224,3 +233,12 @@ class Observer(Program):
         if self.only_calls:
             tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
+
+
+def _is_nested(optimizer: Any) -> bool:
+    """Whether the step that begins lies inside one of the same optimizer: ``super().step()``."""
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code is _STEP)
+    return sum(frame.f_locals["self"] is optimizer for frame in frames) > 1

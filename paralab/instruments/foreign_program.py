@@ -50,6 +50,7 @@ class Program:
         self.step = 0  # the step that is open, or comes next
         self.in_step = self.started = False  # a step is open; the first step has begun
         self.only_calls = True  # there was no forward, backward or optimizer yet
+        self.trains = False  # there was a forward or a backward
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
@@ -86,7 +87,7 @@ class Program:
         rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
         """
         placed, cut = getattr(parameter, "placements", None), {}
-        local = parameter if placed is None else parameter.to_local()
+        local = _shard(parameter) if placed is None else parameter.to_local()
         for dimension, placement in enumerate(placed or ()):
             if not (placement.is_replicate() or placement.is_partial()):
                 mesh = parameter.device_mesh
@@ -94,7 +95,7 @@ class Program:
                 cut[axis] = mesh.size(dimension)
         return {
             "name": name.removeprefix("module."),
-            "elements": parameter.numel(),
+            "elements": getattr(parameter, "ds_numel", parameter.numel()),
             "held": local.numel(),
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
@@ -181,6 +182,13 @@ class Program:
             self.ledger.__enter__()
         self.recorder.enter("compute")
 
+    def was_setup(self) -> None:
+        """The first step, which had no forward or backward, belongs to the setup: an optimizer made
+        its states by it, as where torch.distributed.checkpoint loads them.
+        """
+        self.go_on()
+        self.in_step = self.started = False
+
     def close_ledger(self) -> None:
         """Turn the ledger off, unless the program has entered a mode or hooks of its own since."""
         if self.recorder.ledger is not None and self.ledger.on_top:
@@ -207,4 +215,9 @@ def _at_rest(module: Any) -> Iterator[Tensor]:
     yield from module.buffers()
     for parameter in module.parameters():
         if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
-            yield parameter
+            yield _shard(parameter)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """What a rank keeps of a parameter: in DeepSpeed's ZeRO-3 an attribute, ``ds_tensor``."""
+    return getattr(parameter, "ds_tensor", parameter)

@@ -259,10 +259,15 @@ class Recorder:
         self.samples[:] = [s._replace(step=step) if s.step == later else s for s in self.samples]
 
     def drop_step(self, kept: str = "") -> None:
-        """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay."""
+        """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay, as those
+        of the setup.
+        """
         step = self._steps.pop()[0]
         self._spans = [row for row in self._spans if row[0] != step or row[3] == kept]
-        self._calls = [row for row in self._calls if row[0] != step or kept]
+        rest = [row for row in self._calls if row[0] != step]
+        setup = [(*row[:7], "setup", *row[8:]) for row in self._calls if row[0] == step and kept]
+        self._calls = setup + rest
+        self._allocated = [row for row in self._allocated if row[1] != step]
         self._copies = [row for row in self._copies if row[0] != step]
         self.samples[:] = [sample for sample in self.samples if sample.step != step]
 

@@ -132,7 +132,12 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
     for axis in sorted(set(collectives["axis"])):
         axes_of.setdefault(describe_axis(report, collectives, axis), []).append(axis)
-    for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
+    sends = calls[calls["op"] == "send"]
+    of_reduce = sends["span"].isin(collectives["span"])
+    if of_reduce.any():
+        text = "gloo's reduce is a reduce-scatter whose parts are then sent to the root"
+        axes_of[text] = sorted(set(sends["axis"][of_reduce]))
+    for axis, rows in sends[~of_reduce].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
@@ -213,12 +218,16 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi
+    late = sums[sums["axis"].eq(size.idxmax()) & sums["phase"].eq("data")]["payload_bytes"].sum()
+    late = 0 if by_hand else late / steps_of(report, rank) / psi  # the last bucket's, say
+    if not whole_number(times) and whole_number(times + late):
+        times += late
     passes = count_of(m, "backward pass", ".3g")
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
     text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
     if made_of(report, "closures", rank):
-        return f"{text}, in which the optimizer evaluates {passes}."
+        return f"{text}, which has {passes}, with those of a closure that the optimizer evaluates."
     if m == 1 or reducing != m:
         return f"{text}, which has {passes}."
     return (
@@ -238,7 +247,7 @@ def _peak(report: Tables) -> str:
     text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
     if peak.held.get("other", 0) > OTHER * peak.total:
         text += ". “Other” is what the program allocates outside forward, backward and optimizer: "
-        text += "batches, a data set, losses."
+        text += "copies of weights, batches, a data set, losses."
     return text
 
 

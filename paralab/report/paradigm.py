@@ -76,13 +76,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
         return "it looks like none of the known paradigms"
-    gathered, factor, pass_gathers = 0.0, scattered, ()
+    gathered, factor, pass_gathers, updates = 0.0, scattered, (), ("broadcast",)
     if all_reduced >= scattered:
-        factor = 2 * all_reduced
-        for op, verb in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
-            if (redistributed := payload[op, "optimizer"] / psi) > NEAR:
-                name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
-                factor += redistributed
+        factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
     elif for_forward := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
@@ -93,8 +89,16 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         name += "gathered"
     else:
         name = "sharded gradients (ZeRO-2)"
+    for op in updates:
+        behind = payload[op, "data"] / psi  # between the optimizer's step and the next forward
+        redistributed = payload[op, "optimizer"] / psi + behind * (whole_number(behind) == 1)
+        if redistributed > NEAR:
+            verb = op.removeprefix("all_") + "s"
+            name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
+            factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
-    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
+    average = " on average" * ("broadcasts" in name)
+    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
     text += f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     times = max(all_reduced, scattered)
@@ -116,6 +120,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if surplus:
         text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"
     rest = rows["wire_bytes"].sum() / steps - surplus
+    if average:  # owners of more parameters send more
+        sent = rows[rows["op"].eq("broadcast") & ~rows["phase"].isin(("forward", "backward"))]
+        rest += (share * sent["payload_bytes"].sum() - sent["wire_bytes"].sum()) / steps
     rest -= share * (factor * psi + gathered * frozen)
     if rest > NEAR * factor * share * psi:
         text += f"; in addition, {mb(rest)} of other traffic on this axis"
