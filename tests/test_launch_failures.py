@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -164,10 +165,44 @@ def test_kill_9_of_a_rank_names_the_rank_and_the_signal() -> None:
         assert "out-of-memory killer" in str(caught.value)
 
 
-def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(monkeypatch) -> None:
+def dies() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def dies_with_its_pipes_open() -> None:
+    """As on a busy machine, where the kernel may close the connections much earlier."""
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # no socket
+                if (found := socket.socket(fileno=fd)).family != socket.AF_UNIX:
+                    found.close()
+                else:
+                    pipe = found
+        pipe.recv(1)  # until the launch has ended
+        os._exit(0)
+    dies()
+
+
+def dies_after_its_connections() -> None:
+    dist.destroy_process_group()
+    time.sleep(0.1)
+    dies()
+
+
+@pytest.mark.parametrize("die, busy", [
+    (dies, False), (dies_after_its_connections, True),
+    pytest.param(dies_with_its_pipes_open, False, marks=pytest.mark.skipif(
+        sys.platform != "linux", reason="other systems do not show that a process is ending")),
+])  # fmt: skip
+def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(
+    die, busy: bool, monkeypatch
+) -> None:
+    """Late by the kernel, by the server, or as the launching process itself does not run."""
+
     def program(context) -> None:
         if context.rank == 1:
-            os.kill(os.getpid(), 9)
+            die()
         total()
 
     def late(server) -> dict[int, int]:
@@ -177,9 +212,15 @@ def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(mon
             return {}
         return deaths(server)
 
+    def note_and_do_not_run(run, failure) -> None:
+        note(run, failure)
+        time.sleep(2 * watch.GRACE_SECONDS)
+
     tell_at: list[float] = []
-    deaths = RankServer.deaths
+    deaths, note = RankServer.deaths, watch.Run._failed
     monkeypatch.setattr(RankServer, "deaths", late)
+    if busy:
+        monkeypatch.setattr(watch.Run, "_failed", note_and_do_not_run)
     with pytest.raises(pl.RankError, match="rank 1 was killed by signal 9"):
         launch_program(program, 3)
 
