@@ -332,15 +332,16 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
     ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
     ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
 ])  # fmt: skip
-def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
+def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2_and_no_folder_is_made(
     experiment, capsys, monkeypatch, tmp_path, variables, said
 ):
-    monkeypatch.chdir(tmp_path)  # a rank makes the folder of its part first
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "OTHERS_WAIT", 0.0)
     monkeypatch.setattr(cli, "experiment", the_real_one)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert said in refused(capsys, "run")
+    assert said in refused(capsys, "run", "--checkpoint", "new")
+    assert os.listdir(tmp_path) == []
 
 
 def test_under_torchrun_a_refusal_is_said_once_such_as_of_files_for_the_whole(as_rank, capsys):
