@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -386,7 +385,7 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
         under_torchrun = observing.observe_under_torchrun
-        return partial(under_torchrun, given.script, given.arguments, folder=folder, **settings)
+        return under_torchrun(given.script, given.arguments, folder=folder, **settings)
     report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)

@@ -327,7 +327,7 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
 
 
 @pytest.mark.parametrize("variables, said", [
-    ({"TORCHELASTIC_RUN_ID": "x"}, "WORLD_SIZE=None: this process is not a rank of torchrun"),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "WORLD_SIZE=None: this process is not a"),
     ({"RANK": "0", "WORLD_SIZE": "zero", "MASTER_ADDR": "here"}, "WORLD_SIZE='zero': this proc"),
     ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
     ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
@@ -340,8 +340,10 @@ def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2_and_no_folde
     monkeypatch.setattr(cli, "experiment", the_real_one)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert said in refused(capsys, "run", "--checkpoint", "new")
-    assert os.listdir(tmp_path) == []
+    Path("train.py").touch()
+    for words in ("run --checkpoint new", "observe train.py"):
+        assert said in refused(capsys, *words.split())
+    assert os.listdir(tmp_path) == ["train.py"]
 
 
 def test_under_torchrun_a_refusal_is_said_once_such_as_of_files_for_the_whole(as_rank, capsys):
