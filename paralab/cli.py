@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -532,6 +533,25 @@ def _signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """While the block runs, a warning is one line and is said once: where a check that is made
+    several times has found it does not concern the user.
+    """
+    said = set()
+
+    def show(warning: Warning, category: type[Warning], *place: Any) -> None:
+        if category is not UserWarning:
+            usual(warning, category, *place)
+        elif str(warning) not in said:
+            said.add(str(warning))
+            print(f"paralab: warning: {warning}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        usual, warnings.showwarning = warnings.showwarning, show
+        yield
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     raw = None
@@ -545,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     try:
         with _signals():
-            with _refusals(given.parser):
+            with _warnings(), _refusals(given.parser):
                 status = given.act(given)
             if callable(status):
                 status = status()
