@@ -37,7 +37,7 @@ from paralab.ranks import watch
 from paralab.ranks.errors import OutOfMemory
 from paralab.ranks.server import RankServer, start_method
 from patience import HANG_S
-from processes import below_the_server, marked, until
+from processes import below_the_server, marked, python, until
 
 ROUNDS = 2
 HERE = Path(__file__).parent
@@ -430,6 +430,39 @@ def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(tempora
         with pytest.raises(OSError, match=f"No space left.*make room.*TMPDIR.*{temporary}"):
             pl.launch(total, ranks=2)
     assert nothing_left()
+
+
+NO_SECOND_FORK = """
+import os
+
+def fork(real=os.fork, ranks=[]):
+    ranks.append(1)
+    if len(ranks) > 1:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return real()
+
+os.fork = fork
+"""
+
+
+def test_a_limit_of_processes_is_named_for_a_rank_and_for_a_thread_of_one(tmp_path) -> None:
+    def thread() -> None:
+        raise RuntimeError("Resource temporarily unavailable")  # as C++ says it
+
+    (tmp_path / "sitecustomize.py").write_text(NO_SECOND_FORK)
+    asked = "import paralab as pl; pl.launch(abs, 2, (1,))"
+    said = python("-c", asked, path=[tmp_path]).stderr.splitlines()[-1]
+    assert re.search("RankError: rank 1 cannot start: Resource temporarily .*ulimit -u", said)
+    with one_clear_error(pl.RankError) as caught:
+        pl.launch(thread, ranks=1)
+    assert re.search("rank 0 raised RuntimeError: Resource .*ulimit -u", str(caught.value))
+
+
+def test_a_program_without_standard_streams_launches_ranks() -> None:
+    """A daemon; otherwise the server's socket had the number of a stream, and was closed."""
+    asked = "import os; os.closerange(0, 2); import paralab as pl; "
+    asked += "os.write(2, repr(pl.launch(abs, 1, (-3,))).encode())"
+    assert python("-c", asked).stderr == "[3]"
 
 
 # ---- the kernel ---------------------------------------------------------------------------------
