@@ -575,8 +575,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise raw.failed
         return status or 0
     except KeyboardInterrupt as error:
-        number = error.args[0] if isinstance(error, _Ended) else signal.SIGINT
-        print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
+        number, where = signal.SIGINT, str(error).removeprefix("interrupted").removeprefix("; ")
+        if isinstance(error, _Ended):
+            number, where = error.args[0], ""
+        words = filter(None, ["paralab: interrupted", where, "the ranks are stopped"])
+        print("; ".join(words), file=sys.stderr)
         return 128 + number
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)

@@ -175,7 +175,7 @@ def test_a_defect_keeps_its_traceback(experiment):
 # ---- failures ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind, status, said", [
     (RankError, 1, "rank 2 failed"), (RankTimeout, 1, "rank 2 failed"),
-    (OutOfMemory, 1, "rank 2 failed"), (KeyboardInterrupt, 130, "interrupted"),
+    (OutOfMemory, 1, "rank 2 failed"), (KeyboardInterrupt, 130, "interrupted; rank 2 failed"),
 ])  # fmt: skip
 def test_a_failed_run_is_one_message_and_exit_1_an_interrupted_one_130(
     experiment, capsys, kind, status, said
