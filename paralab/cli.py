@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paralab import doctor, experiment, observing
-from paralab.checks import LEGAL, choice, illegal, number, size
+from paralab.checks import LEGAL, choice, current_folder, illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
 from paralab.options import (
@@ -565,6 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     try:
         with _signals():
+            current_folder()
             with _warnings(), _refusals(given.parser):
                 status = given.act(given)
             if callable(status):

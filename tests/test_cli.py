@@ -187,6 +187,17 @@ def test_a_failed_run_is_one_message_and_exit_1_an_interrupted_one_130(
     assert said in err and "Traceback (most" not in err and out == ""
 
 
+@pytest.mark.parametrize("words", ["doctor", "show x.json"])
+def test_in_a_folder_that_was_deleted_a_command_says_so(capsys, tmp_path, monkeypatch, words):
+    """No import of torch works there, so doctor advised to install it again."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(words.split()) == 1
+    said = "paralab: the current folder was deleted: change to another one\n"
+    assert capsys.readouterr() == ("", said)
+
+
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def ending(request):
     """A signal that ends a process here, also where these tests run under `nohup`."""

@@ -164,7 +164,7 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     if kind == "refused":
         return ValueError(what)
     if kind == "cannot start":
-        return RuntimeError(CANNOT_START + what)
+        return RankError(CANNOT_START + what, rank=rank)
     trace = show_cells(trace).rstrip()
     message = "\n\n".join(part for part in (f"rank {rank} {what}", table, trace) if part)
     if kind == "memory":

@@ -126,7 +126,7 @@ class RankServer:
         """Wait until the server has loaded ESSENTIAL; with ``to_train`` also TO_TRAIN.
 
         look  called ten times a second; it may raise to end the waiting
-        Raises ``RuntimeError`` with the traceback of an import that failed; ``EOFError`` or
+        Raises ``RankError`` with the traceback of an import that failed; ``EOFError`` or
         ``OSError`` if the server has died.
         """
         if to_train:
@@ -138,7 +138,7 @@ class RankServer:
             self.loading -= 1
             if failed:
                 self._in_request = True  # so not `alive`: the next call starts another server
-                raise RuntimeError(CANNOT_START + failed)
+                raise RankError(CANNOT_START + failed)
 
     def _load(self, names: tuple[str, ...]) -> None:
         if self.method == "fork" and names not in self._requested:
