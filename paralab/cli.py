@@ -535,20 +535,16 @@ def _signals() -> Iterator[None]:
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """While the block runs, a warning is one line and is said once: where a check that is made
-    several times has found it does not concern the user.
-    """
+    """While the block runs, a warning is one line, said once, though several checks find it."""
     said = set()
 
-    def show(warning: Warning, category: type[Warning], *place: Any) -> None:
-        if category is not UserWarning:
-            usual(warning, category, *place)
-        elif str(warning) not in said:
+    def show(warning: Warning, *place: Any) -> None:
+        if str(warning) not in said:
             said.add(str(warning))
             print(f"paralab: warning: {warning}", file=sys.stderr)
 
     with warnings.catch_warnings():
-        usual, warnings.showwarning = warnings.showwarning, show
+        warnings.showwarning = show
         yield
 
 
@@ -576,12 +572,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise raw.failed
         return status or 0
     except KeyboardInterrupt as error:
-        number, where = signal.SIGINT, str(error).removeprefix("interrupted").removeprefix("; ")
-        if isinstance(error, _Ended):
-            number, where = error.args[0], ""
-        words = filter(None, ["paralab: interrupted", where, "the ranks are stopped"])
-        print("; ".join(words), file=sys.stderr)
-        return 128 + number
+        ended = isinstance(error, _Ended)
+        where = "" if ended else str(error).removeprefix("interrupted").removeprefix("; ")
+        said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"
+        print(f"paralab: {said}", file=sys.stderr)
+        return 128 + (error.args[0] if ended else signal.SIGINT)
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return getattr(error, "status", 1)  # the exit status of a script

@@ -151,8 +151,8 @@ class Run:
         return root_cause(self.failures.values()) if self.failures else None
 
     def _is_judged(self) -> bool:
-        """Whether the cause of the failures has been heard, as far as this process can tell. All
-        that has arrived is heard first: it may not have run for longer than the grace.
+        """Whether no other cause is to be expected. This process may not have run for longer than
+        the grace, so all that has arrived is heard first.
         """
         unheard = [r for r in self.ranks if r.result is None and r.rank not in self.failures]
         if unheard and time.monotonic() >= self.grace_ends:
