@@ -110,6 +110,14 @@ def real(
     return number
 
 
+def current_folder() -> str:
+    """The current folder. Raises ``FileNotFoundError`` if it was deleted since."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current folder was deleted: change to another one") from None
+
+
 def path(name: str, value: object, legal: str) -> Path:
     """``value`` as the path of a file, of a folder or of nothing that exists yet, or the refusal.
     FIFOs and devices are refused, because reading one may block for ever.

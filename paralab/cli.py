@@ -19,14 +19,14 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paralab import doctor, experiment, observing
-from paralab.checks import LEGAL, choice, illegal, number, size
+from paralab.checks import LEGAL, choice, current_folder, illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
 from paralab.options import (
@@ -386,7 +386,7 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
         under_torchrun = observing.observe_under_torchrun
-        return partial(under_torchrun, given.script, given.arguments, folder=folder, **settings)
+        return under_torchrun(given.script, given.arguments, folder=folder, **settings)
     report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
@@ -533,6 +533,21 @@ def _signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """While the block runs, a warning is one line, said once, though several checks find it."""
+    said = set()
+
+    def show(warning: Warning, *place: Any) -> None:
+        if str(warning) not in said:
+            said.add(str(warning))
+            print(f"paralab: warning: {warning}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     raw = None
@@ -546,7 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     try:
         with _signals():
-            with _refusals(given.parser):
+            current_folder()
+            with _warnings(), _refusals(given.parser):
                 status = given.act(given)
             if callable(status):
                 status = status()
@@ -556,9 +572,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise raw.failed
         return status or 0
     except KeyboardInterrupt as error:
-        number = error.args[0] if isinstance(error, _Ended) else signal.SIGINT
-        print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
-        return 128 + number
+        ended = isinstance(error, _Ended)
+        where = "" if ended else str(error).removeprefix("interrupted").removeprefix("; ")
+        said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"
+        print(f"paralab: {said}", file=sys.stderr)
+        return 128 + (error.args[0] if ended else signal.SIGINT)
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return getattr(error, "status", 1)  # the exit status of a script

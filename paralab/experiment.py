@@ -59,7 +59,7 @@ def checked(
 ) -> dict[str, Any]:
     """The arguments of `run` that `train` needs besides the model and the plan, checked and with
     defaults filled in. Raises ``ValueError`` on anything that no run could do, so before a process
-    starts. Creates the folder ``save``.
+    starts. Makes no folder.
     """
     instance("plan", plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
@@ -104,7 +104,6 @@ def checked(
         "resume": resume,
     }
     if save is not None:
-        # Last, because it creates the folder: a run that is refused for another reason makes none.
         folder = output_files.check_folder("save", save, LEGAL_SAVE)
         checkpoints.check_save(folder, resume)
         settings["save"] = str(folder)

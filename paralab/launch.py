@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paralab.checks import choice, illegal, instance, real, shown, whole
+from paralab.checks import choice, current_folder, illegal, instance, real, shown, whole
 from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped, interrupted
@@ -181,10 +181,7 @@ def launch_program(
     timeout = check_launch(timeout, device, strict, stop)
     choice("live", live, (False, True))
     payload = _pickled("fn", program, tuple(args), fn)
-    try:
-        cwd = os.getcwd()
-    except FileNotFoundError:
-        raise FileNotFoundError("the current folder was deleted: change to another one") from None
+    cwd = current_folder()
     task = {
         "ranks": ranks,
         "device": device or default_device(),

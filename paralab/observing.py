@@ -119,25 +119,31 @@ def step() -> None:
 
 def observe_under_torchrun(
     path: str | os.PathLike[str], args: Sequence[str] = (), *, folder: str, **settings: Any
-) -> None:
-    """In one rank of a torchrun job: run the script, and write this rank's part of the report into
-    ``folder``.
+) -> Callable[[], None]:
+    """Become one rank of a torchrun job. Returns a function that runs the script, and writes this
+    rank's part of the report into ``folder``: its errors are the script's, and no refusals.
 
     The ranks communicate before the script runs, to agree on the id of the run and to compare their
     clocks.
     """
     script, checked = _script_file(path), _settings(**settings)
     check_part(folder)
-    from paralab.comm import everyone
-    from paralab.instruments.clocks import measure_offset
     from paralab.ranks.torchrun import torchrun_context
 
-    context = torchrun_context()
+    return functools.partial(_observe_rank, torchrun_context(), script, args, folder, checked)
+
+
+def _observe_rank(
+    context: Any, script: Path, args: Sequence[str], folder: str, settings: dict[str, Any]
+) -> None:
+    from paralab.comm import everyone
+    from paralab.instruments.clocks import measure_offset
+
     if context.rank == 0:
         context.store.set("run_id", uuid.uuid4().hex)
     shared = {"run_id": context.store.get("run_id").decode()}
     offset, uncertainty = measure_offset(everyone(context))  # its messages are not in the report
-    with _observed(context, checked) as observer:
+    with _observed(context, settings) as observer:
         own = os.getpid()
         _script(context, script, *args)
         if os.getpid() != own:  # this is a process that the program has forked, at its end

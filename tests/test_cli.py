@@ -175,7 +175,7 @@ def test_a_defect_keeps_its_traceback(experiment):
 # ---- failures ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind, status, said", [
     (RankError, 1, "rank 2 failed"), (RankTimeout, 1, "rank 2 failed"),
-    (OutOfMemory, 1, "rank 2 failed"), (KeyboardInterrupt, 130, "interrupted"),
+    (OutOfMemory, 1, "rank 2 failed"), (KeyboardInterrupt, 130, "interrupted; rank 2 failed"),
 ])  # fmt: skip
 def test_a_failed_run_is_one_message_and_exit_1_an_interrupted_one_130(
     experiment, capsys, kind, status, said
@@ -185,6 +185,17 @@ def test_a_failed_run_is_one_message_and_exit_1_an_interrupted_one_130(
     assert cli.main(["run", "--dp", "2"]) == status
     out, err = capsys.readouterr()
     assert said in err and "Traceback (most" not in err and out == ""
+
+
+@pytest.mark.parametrize("words", ["doctor", "show x.json"])
+def test_in_a_folder_that_was_deleted_a_command_says_so(capsys, tmp_path, monkeypatch, words):
+    """No import of torch works there, so doctor advised to install it again."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(words.split()) == 1
+    said = "paralab: the current folder was deleted: change to another one\n"
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
@@ -228,6 +239,14 @@ def test_an_output_without_letters_or_none_is_no_error_and_a_full_disk_is_one_li
     found = subprocess.run(asked, shell=True, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (status, said)
     assert ("ALL_REDUCE" in found.stdout) == (not to)
+
+
+def test_a_warning_is_one_line_without_the_librarys_own_code_and_said_once(tmp_path):
+    """Three checks find it: of the command, of the run, and of its offloaded states."""
+    words = "run --layers 2 --pp 2 --zero-stage 3 --resume nowhere --checkpoint new"
+    said = python("-m", "paralab", *words.split(), cwd=tmp_path).stderr.splitlines()
+    assert "paralab: warning: zero_stage=3 with pp=2: a stage's parameters" in said[0]
+    assert [line for line in said[1:] if "zero_stage" in line or "validate" in line] == []
 
 
 # ---- what comes out ------------------------------------------------------------------------------
@@ -327,20 +346,23 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
 
 
 @pytest.mark.parametrize("variables, said", [
-    ({"TORCHELASTIC_RUN_ID": "x"}, "WORLD_SIZE=None: this process is not a rank of torchrun"),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "WORLD_SIZE=None: this process is not a"),
     ({"RANK": "0", "WORLD_SIZE": "zero", "MASTER_ADDR": "here"}, "WORLD_SIZE='zero': this proc"),
     ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
     ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
 ])  # fmt: skip
-def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
+def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2_and_no_folder_is_made(
     experiment, capsys, monkeypatch, tmp_path, variables, said
 ):
-    monkeypatch.chdir(tmp_path)  # a rank makes the folder of its part first
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "OTHERS_WAIT", 0.0)
     monkeypatch.setattr(cli, "experiment", the_real_one)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert said in refused(capsys, "run")
+    Path("train.py").touch()
+    for words in ("run --checkpoint new", "observe train.py"):
+        assert said in refused(capsys, *words.split())
+    assert os.listdir(tmp_path) == ["train.py"]
 
 
 def test_under_torchrun_a_refusal_is_said_once_such_as_of_files_for_the_whole(as_rank, capsys):

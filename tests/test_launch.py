@@ -357,8 +357,10 @@ def test_a_failing_import_is_shown_not_hidden(tmp_path: Path, monkeypatch, house
     (tmp_path / "torch.py").write_text("raise ImportError('libwheel.so is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for _ in range(2):  # the next call tries again
-        with pytest.raises(RuntimeError, match="(?s)ranks cannot start.*libwheel.so is missing"):
+        with pytest.raises(pl.RankError, match="(?s)ranks cannot start.*libwheel.so is missing"):
             pl.launch(sum_of_ranks, ranks=2)
+    said = python("-m", "paralab", "observe", __file__, path=[tmp_path]).stderr
+    assert said.startswith("paralab: ranks cannot start") and "paralab/cli.py" not in said
 
 
 def say_pid_and_wait(context) -> None:

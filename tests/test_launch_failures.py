@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from paralab.ranks import watch
 from paralab.ranks.errors import OutOfMemory
 from paralab.ranks.server import RankServer, start_method
 from patience import HANG_S
-from processes import below_the_server, marked, until
+from processes import below_the_server, marked, python, until
 
 ROUNDS = 2
 HERE = Path(__file__).parent
@@ -164,10 +165,44 @@ def test_kill_9_of_a_rank_names_the_rank_and_the_signal() -> None:
         assert "out-of-memory killer" in str(caught.value)
 
 
-def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(monkeypatch) -> None:
+def dies() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def dies_with_its_pipes_open() -> None:
+    """As on a busy machine, where the kernel may close the connections much earlier."""
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # no socket
+                if (found := socket.socket(fileno=fd)).family != socket.AF_UNIX:
+                    found.close()
+                else:
+                    pipe = found
+        pipe.recv(1)  # until the launch has ended
+        os._exit(0)
+    dies()
+
+
+def dies_after_its_connections() -> None:
+    dist.destroy_process_group()
+    time.sleep(0.1)
+    dies()
+
+
+@pytest.mark.parametrize("die, busy", [
+    (dies, False), (dies_after_its_connections, True),
+    pytest.param(dies_with_its_pipes_open, False, marks=pytest.mark.skipif(
+        sys.platform != "linux", reason="other systems do not show that a process is ending")),
+])  # fmt: skip
+def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(
+    die, busy: bool, monkeypatch
+) -> None:
+    """Late by the kernel, by the server, or as the launching process itself does not run."""
+
     def program(context) -> None:
         if context.rank == 1:
-            os.kill(os.getpid(), 9)
+            die()
         total()
 
     def late(server) -> dict[int, int]:
@@ -177,9 +212,15 @@ def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(mon
             return {}
         return deaths(server)
 
+    def note_and_do_not_run(run, failure) -> None:
+        note(run, failure)
+        time.sleep(2 * watch.GRACE_SECONDS)
+
     tell_at: list[float] = []
-    deaths = RankServer.deaths
+    deaths, note = RankServer.deaths, watch.Run._failed
     monkeypatch.setattr(RankServer, "deaths", late)
+    if busy:
+        monkeypatch.setattr(watch.Run, "_failed", note_and_do_not_run)
     with pytest.raises(pl.RankError, match="rank 1 was killed by signal 9"):
         launch_program(program, 3)
 
@@ -389,6 +430,39 @@ def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(tempora
         with pytest.raises(OSError, match=f"No space left.*make room.*TMPDIR.*{temporary}"):
             pl.launch(total, ranks=2)
     assert nothing_left()
+
+
+NO_SECOND_FORK = """
+import os
+
+def fork(real=os.fork, ranks=[]):
+    ranks.append(1)
+    if len(ranks) > 1:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return real()
+
+os.fork = fork
+"""
+
+
+def test_a_limit_of_processes_is_named_for_a_rank_and_for_a_thread_of_one(tmp_path) -> None:
+    def thread() -> None:
+        raise RuntimeError("Resource temporarily unavailable")  # as C++ says it
+
+    (tmp_path / "sitecustomize.py").write_text(NO_SECOND_FORK)
+    asked = "import paralab as pl; pl.launch(abs, 2, (1,))"
+    said = python("-c", asked, path=[tmp_path]).stderr.splitlines()[-1]
+    assert re.search("RankError: rank 1 cannot start: Resource temporarily .*ulimit -u", said)
+    with one_clear_error(pl.RankError) as caught:
+        pl.launch(thread, ranks=1)
+    assert re.search("rank 0 raised RuntimeError: Resource .*ulimit -u", str(caught.value))
+
+
+def test_a_program_without_standard_streams_launches_ranks() -> None:
+    """A daemon; otherwise the server's socket had the number of a stream, and was closed."""
+    asked = "import os; os.closerange(0, 2); import paralab as pl; "
+    asked += "os.write(2, repr(pl.launch(abs, 1, (-3,))).encode())"
+    assert python("-c", asked).stderr == "[3]"
 
 
 # ---- the kernel ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paralab as pl
 from paralab import cli
 from processes import below_the_server, python, until
+from refusals import shell_refuses
 from stated import NODES
 from trainings import sharded, trained
 
@@ -616,11 +617,13 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(ValueError, match="out='occupied': the folder cannot be created"):
-        cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
-    with pytest.raises(SystemExit):
-        cli.main(["observe", "--ranks", "2", "train.py", "1"])
-    assert "ranks='2'" in capsys.readouterr().err
+    capsys.readouterr()
+    for said, *words in [
+        ("out='occupied': the folder cannot be created", "--out", "occupied", "train.py"),
+        ("ranks='2'", "--ranks", "2", "train.py"),
+        ("fn='none.py': there is no such file", "none.py"),
+    ]:
+        assert said in shell_refuses(capsys, "observe", *words)
 
 
 # ---- next to a prediction -----------------------------------------------------------------------

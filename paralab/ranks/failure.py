@@ -18,7 +18,7 @@ from typing import NamedTuple
 from paralab.checks import shortened, shown
 from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
-from paralab.ranks.server import CANNOT_START
+from paralab.ranks.server import CANNOT_START, NO_PROCESS
 
 _HERE = os.path.dirname(__file__) + os.sep
 _FROM_A_PEER = re.compile(
@@ -27,6 +27,7 @@ _FROM_A_PEER = re.compile(
 )
 _TORCHS_FROM_A_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _ALLOCATION = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
+_NO_THREAD = re.compile("^(Resource temporarily unavailable|can't start new thread)$")
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
 ENDED = "was killed by signal"
 KILLED = """. If no other program sent this signal, the kernel's out-of-memory killer did, because \
@@ -87,6 +88,8 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
         size = _ALLOCATION.search(" ".join(message.splitlines()))
         what = "ran out of memory" + (f": it asked for {_readable(size[1])}" if size else "")
         kind = "memory"
+    elif _NO_THREAD.match(message):
+        what += NO_PROCESS
     elif _is_from_a_peer(error):
         kind = "communication"
     return Failure(rank, now, kind, shortened(what), shortened(text), shortened(table), status)
@@ -161,7 +164,7 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     if kind == "refused":
         return ValueError(what)
     if kind == "cannot start":
-        return RuntimeError(CANNOT_START + what)
+        return RankError(CANNOT_START + what, rank=rank)
     trace = show_cells(trace).rstrip()
     message = "\n\n".join(part for part in (f"rank {rank} {what}", table, trace) if part)
     if kind == "memory":

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
@@ -39,11 +40,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from paralab.checks import choice
+from paralab.ranks.errors import RankError
 
 START = "PARALAB_START"  # the environment variable that chooses between "fork" and "spawn"
 LOOK_SECONDS = 0.1  # between two checks whether to go on waiting
 IDLE_SECONDS = 1.0  # after the last request, before the server imports modules of WHEN_IDLE
 END_SECONDS = 50.0  # for all ranks to end; after that the server is killed, and they with it
+NO_PROCESS = """. The user, or the container, may have no more processes and threads (ulimit -u \
+shows the user's limit): use fewer ranks, or end other programs"""
 CANNOT_START = "ranks cannot start, because an import that they need fails:\n\n"
 
 # Modules that every rank needs. If an import fails, the launch fails with its error.
@@ -94,14 +98,16 @@ class RankServer:
         self.method = method
         self._socket, theirs = socket.socketpair()
         self.connection = Connection(os.dup(self._socket.fileno()))
-        serve = f"s.serve({theirs.fileno()}, {method!r}, {os.getpid()})"
+        # Where this process has closed its standard streams, a socket may have the number of one.
+        fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
+        serve = f"s.serve({fd}, {method!r}, {os.getpid()})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
+        with theirs, os.fdopen(fd):
             # In a session of its own the server gets neither Ctrl-C nor Jupyter's interrupt.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"import paralab.ranks.server as s; {serve}"],
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -120,7 +126,7 @@ class RankServer:
         """Wait until the server has loaded ESSENTIAL; with ``to_train`` also TO_TRAIN.
 
         look  called ten times a second; it may raise to end the waiting
-        Raises ``RuntimeError`` with the traceback of an import that failed; ``EOFError`` or
+        Raises ``RankError`` with the traceback of an import that failed; ``EOFError`` or
         ``OSError`` if the server has died.
         """
         if to_train:
@@ -132,7 +138,7 @@ class RankServer:
             self.loading -= 1
             if failed:
                 self._in_request = True  # so not `alive`: the next call starts another server
-                raise RuntimeError(CANNOT_START + failed)
+                raise RankError(CANNOT_START + failed)
 
     def _load(self, names: tuple[str, ...]) -> None:
         if self.method == "fork" and names not in self._requested:
@@ -144,13 +150,16 @@ class RankServer:
     def fork(self, folder: Path, fds: list[tuple[int, ...]]) -> list[int]:
         """Start one rank per (control, output, errors) descriptors; returns their process ids.
 
-        Raises ``EOFError`` or ``OSError`` if the server has died.
+        Raises ``EOFError`` or ``OSError`` if the server has died, and ``RankError`` if the system
+        refuses another process.
         """
         self._in_request = True
         self.connection.send(("fork", str(folder), len(fds)))
         socket.send_fds(self._socket, [b"f"], [fd for ends in fds for fd in ends])
-        _, pids = self.connection.recv()
+        _, pids, failed = self.connection.recv()
         self._in_request = False
+        if failed:
+            raise RankError(f"rank {len(pids)} cannot start: {failed}{NO_PROCESS}", rank=len(pids))
         return pids
 
     def deaths(self) -> dict[int, int]:
@@ -278,9 +287,13 @@ class _Server:
         for fd in fds:
             os.set_inheritable(fd, False)
         gc.freeze()  # a rank's collector ignores the shared objects, so it writes to none of them
-        pids, server = [], os.getpid()
+        pids, server, failed = [], os.getpid(), ""
         for rank in range(count):
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                failed = error.strerror
+                break
             if pid == 0:
                 try:
                     self._become(rank, fds, server)
@@ -290,7 +303,7 @@ class _Server:
         self.ranks.update(pids)
         for fd in fds:
             os.close(fd)
-        self.connection.send(("born", pids))
+        self.connection.send(("born", pids, failed))
 
     def _become(self, rank: int, fds: list[int], server: int) -> None:
         """In the new process: drop all that belongs to the server, then become a rank."""

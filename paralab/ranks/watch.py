@@ -40,6 +40,7 @@ DEATH_SECONDS = 10.0  # for the server to tell how a rank died, on however busy 
 BRIEF_SECONDS = 0.1  # after any other failure, for the message of an earlier one to arrive
 STACK_SECONDS = 5.0  # for ranks to write their Python stacks
 BRIEF_STACK_SECONDS = 0.5  # the same after an interrupt, when the user waits
+_PF_EXITING = 4  # linux/sched.h
 SERVER_DIED = """the process that starts the ranks has died, and the ranks with it; perhaps the \
 kernel's out-of-memory killer ended it. The next call starts a new one"""
 
@@ -141,15 +142,25 @@ class Run:
     def watch(self) -> Exception | None:
         """Listen until all ranks have returned, or the launch has failed. Returns its error."""
         while any(rank.result is None for rank in self.ranks):
-            unheard = [r for r in self.ranks if r.result is None and r.rank not in self.failures]
-            patience = DEATH_SECONDS if any(rank.gone for rank in unheard) else 0.0
-            if self.failures and (not unheard or time.monotonic() >= self.grace_ends + patience):
+            if self.failures and self._is_judged():
                 break
             self._check_stop()
             self._listen()
             if not self.failures and self._silence() > self._limit():
                 return self._hang_error()
         return root_cause(self.failures.values()) if self.failures else None
+
+    def _is_judged(self) -> bool:
+        """Whether no other cause is to be expected. This process may not have run for longer than
+        the grace, so all that has arrived is heard first.
+        """
+        unheard = [r for r in self.ranks if r.result is None and r.rank not in self.failures]
+        if unheard and time.monotonic() >= self.grace_ends:
+            for rank in unheard:
+                self._hear(rank)
+            dead = any(rank.gone or is_ending(rank.pid) for rank in unheard)
+            return time.monotonic() >= self.grace_ends + DEATH_SECONDS * dead
+        return not unheard
 
     def _check_stop(self) -> None:
         """Raise ``Stopped`` if the caller has set its ``stop`` event."""
@@ -198,12 +209,16 @@ class Run:
         elif kind == "progress" and self.on_progress is not None:
             self.on_progress(rank.rank, *fields)
 
+    def _hear(self, rank: _Rank) -> None:
+        """Receive all messages of a rank that have arrived."""
+        while rank.control in self.handlers and rank.control.poll(0):
+            self._receive(rank)
+
     def _note_deaths(self) -> None:
         with self._server_must_live():
             deaths = self.server.deaths()
         for rank in (r for r in self.ranks if r.pid in deaths):
-            while rank.control in self.handlers and rank.control.poll(0):  # its last messages first
-                self._receive(rank)
+            self._hear(rank)  # its last messages first
             if rank.rank not in self.failures:
                 what = died(deaths[rank.pid], returned=rank.result is not None)
                 self._failed(Failure(rank.rank, time.monotonic(), "died", what))
@@ -299,6 +314,17 @@ class Run:
                     rank=rank.rank,
                 ) from None
         return values
+
+
+def is_ending(pid: int) -> bool:
+    """Linux: whether this process is ending or has ended. The kernel closes the connections of a
+    killed process before its pipes, and on a busy machine its peers may notice much earlier.
+    """
+    try:
+        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
+        return Path("/proc/self/stat").exists()
+    return bool(int(flags) & _PF_EXITING)
 
 
 @contextlib.contextmanager

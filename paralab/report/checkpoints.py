@@ -293,11 +293,13 @@ def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> Non
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Hold the folder's lock for as long as the block runs, so that no other run saves there.
+    """Make the folder if need be, and hold its lock for as long as the block runs, so that no other
+    run saves there.
 
     Yields a function that returns whether the lock still protects the folder: once the folder has
     been removed and created again, another run can lock the new one.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a") as file:
         give_up = time.monotonic() + LOCK_SECONDS
         while True:

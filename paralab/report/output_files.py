@@ -25,15 +25,27 @@ def check(name: str, path: object) -> None:
 
 
 def check_folder(name: str, path: object, legal: str) -> Path:
-    """The folder at ``path``, made if need be. Raises ``ValueError`` if it cannot be written to."""
+    """The folder at ``path``. Raises ``ValueError`` if it cannot be written to, or cannot be made.
+    It is not made here, so what is refused afterwards leaves none.
+    """
     folder, why = checks.path(name, path, legal).absolute(), "the folder cannot be created"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        why = "it cannot be written to"
-        tempfile.TemporaryFile(dir=folder).close()
+        nearest = _nearest(folder)
+        if nearest == folder and folder.is_dir():
+            why = "it cannot be written to"
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise checks.illegal(name, str(path), f"{why}: {error.strerror}", legal) from None
     return folder
+
+
+def _nearest(place: Path) -> Path:
+    """``place`` if something is there, else the nearest folder above it that exists."""
+    try:
+        place.lstat()
+    except FileNotFoundError:
+        return _nearest(place.parent)
+    return place
 
 
 def _place(name: str, path: object) -> Path:
