@@ -8,6 +8,7 @@ of the matrix products and the bytes that other kernels read and write.
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections import deque
@@ -69,6 +70,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             changed.append(tuple(tensor.shape))
         return tensor
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of the traceback of what it raises
+    log.disabled, was_disabled = True, log.disabled
     try:
         with FakeTensorMode():
             module = spec.block(spec)  # type: ignore[misc]
@@ -133,6 +136,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             legal += "; an autograd.Function of yours saves weights with ctx.save_for_backward(...)"
             legal += ", not as attributes of ctx, because backward uses other copies of them"
         raise illegal("block", name, why, legal) from error
+    finally:
+        log.disabled = was_disabled
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise illegal("block", name, f"it maps {shape} in {dtype} to {made}", MAPS)
@@ -184,9 +189,13 @@ def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
     import torch
 
     own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    # oneDNN's LSTM saves a workspace whose size fake tensors do not know; torch's own saves none.
+    lstm = any(isinstance(part, torch.nn.LSTM) for part, *_ in own)
+    flags = torch.backends.mkldnn.set_flags(False if lstm else None, _fp32_precision=None)
     try:
         return torch.func.functional_call(module, tensors, (x,))
     finally:
+        torch.backends.mkldnn.set_flags(flags[0], _fp32_precision=None)
         for part, parameters, buffers in own:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
