@@ -254,6 +254,11 @@ def test_what_is_kept_for_backward_is_what_tensors_without_values_say(block):
         result, kept = case.forward()
         result + 1  # the last operation: what has died until then is subtracted
     assert memory.live == case.x.nbytes + 2 * result.nbytes + case.op.keeps, kept
+    case.env.keeping = False  # then not even the weights, which ZeRO-3 gathers again
+    case.forward()
+    gone = [weakref.ref(w.untyped_storage()) for w in case.weights.values()]
+    case.weights.clear()
+    assert not any(storage() for storage in gone)
 
 
 def storages(kept) -> set[int]:

@@ -199,6 +199,8 @@ def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
         for part, parameters, buffers in own:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
+            if isinstance(part, torch.nn.RNNBase):  # has a list of the weights of this call
+                part._init_flat_weights()
 
 
 def compact(tensor: Any) -> Any:
