@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import paralab as pl
+from paralab.instruments.memory import PeakMemory
 from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat, Into
 from paralab.interpret.run import Env
@@ -83,6 +84,16 @@ class Sharing(Squash):
 
     def forward(self, x):
         return x + self.again(F.gelu(self.mix(self.other(x))))
+
+
+class Recurrent(nn.LSTM):
+    """oneDNN's kernel would save a workspace, which on tensors without values has no size."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec.hidden, spec.hidden, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x)[0]
 
 
 OWN = (Own, Squash, Sharing)
@@ -233,6 +244,21 @@ def test_result_and_gradients_are_those_of_autograd(block, dtype):
     torch.testing.assert_close(into.flat, once * 2, rtol=2 * TOLERANCE[dtype], atol=1e-30)
     case.env.keeping = False  # as in a pass that is made again: the same bits
     assert torch.equal(case.forward()[0], result)
+
+
+@pytest.mark.parametrize("block", [*OWN, Recurrent])
+def test_what_is_kept_for_backward_is_what_tensors_without_values_say(block):
+    case = Case(block, torch.float32)
+    case.forward()  # makes the module
+    with PeakMemory() as memory:
+        result, kept = case.forward()
+        result + 1  # the last operation: what has died until then is subtracted
+    assert memory.live == case.x.nbytes + 2 * result.nbytes + case.op.keeps, kept
+    case.env.keeping = False  # then not even the weights, which ZeRO-3 gathers again
+    case.forward()
+    gone = [weakref.ref(w.untyped_storage()) for w in case.weights.values()]
+    case.weights.clear()
+    assert not any(storage() for storage in gone)
 
 
 def storages(kept) -> set[int]:
@@ -422,6 +448,7 @@ REFUSED = {
     "it cannot be made": (nn.Linear, "out_features"),
     "it makes no module": (lambda spec: 3, "returned 3"),
     "its result has another shape": (lambda spec: nn.Linear(spec.hidden, 3), r"\(2, 6, 3\)"),
+    "its shapes do not fit": (computing(lambda self, x: x @ x), "RuntimeError: Expected size"),
     "it depends on values": (computing(lambda self, x: x * bool(x.sum() > 0)), "without values"),
     "it changes a buffer": (lambda spec: nn.BatchNorm1d(spec.seq_len), "changes a buffer"),
     "it replaces a buffer": (computing(replaces, Own), "changes a buffer"),
@@ -449,9 +476,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_block_that_cannot_be_trained_is_refused(why):
+def test_a_block_that_cannot_be_trained_is_refused(why, caplog):
     block, said = REFUSED[why]
     refuses(f"block=(.|\n)*{said}", lambda: pl.Plan().validate(SPEC.replace(block=block)))
+    assert not caplog.records  # torch logs the traceback of an operation on fake tensors
 
 
 @pytest.mark.parametrize("block", [Multiplying, Noting, Reordering])
@@ -474,6 +502,16 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
     assert again.block == "own: Own" and again != spec
     for asked in (again.parameter_shapes, lambda: pl.reference.GPT(again)):
         refuses("only the name.*; legal: ", asked)
+
+
+def test_buffers_in_one_storage_count_once():
+    def viewed(spec):
+        block = nn.Linear(spec.hidden, spec.hidden)
+        block.register_buffer("all", torch.ones(100))
+        block.register_buffer("first", block.all[:50])
+        return block
+
+    assert compiled(SPEC.replace(block=viewed), pl.Plan()).model.ops[2].constant == 400
 
 
 def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was():

@@ -235,6 +235,11 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
         assert 0.7 <= found.closed[at] / exact.seconds() <= 1.3, found.plans[at]
 
 
+def test_a_model_whose_blocks_have_no_parameters_is_searched():
+    model = TINY.replace(block=lambda spec: nn.Tanh())
+    assert pl.plan_search(model, LAPTOP, devices=2, global_batch=2, top=1).best.world_size == 2
+
+
 def test_megatrons_advice_comes_out():
     nodes = pl.Cluster.preset("dgx-a100", nodes=64)
     model = pl.ModelSpec.preset("ptdp-145b")

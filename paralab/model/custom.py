@@ -16,13 +16,12 @@ a copy instead, as backward does. No prediction counts that copy.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from paralab.model.facts import called, facts
+from paralab.model.facts import called, compact, facts, gradients
 from paralab.model.ops import Op
 from paralab.spec.forms import block_shapes
-from paralab.spec.model import BYTES_PER_ELEMENT, ModelSpec
+from paralab.spec.model import ModelSpec
 
 
 class Custom(Op):
@@ -33,8 +32,6 @@ class Custom(Op):
         vars(self).update(facts(spec, batch, precision))
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
-        parameters = sum(map(math.prod, self.params.values()))
-        self.deferred = BYTES_PER_ELEMENT[precision] * parameters
 
     def forward(self, weights, state, env):
         import torch
@@ -48,7 +45,7 @@ class Custom(Op):
         if not env.keeping:
             with env.drawing(self.name, 1.0):
                 y = called(module, weights, x.view(shape))
-            return (y.reshape(x.shape).contiguous(),), None
+            return (compact(y.reshape(x.shape)),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
         for_backward: dict[str, Any] = {}  # the weights that `input_grad` is given, while it runs
@@ -91,22 +88,15 @@ class Custom(Op):
         for w in leaves.values():  # the graph refers to the leaves, but needs none of their values
             w.data = w.new_empty(0)
         kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), for_backward)
-        return (y.detach().reshape(x.shape).contiguous(),), kept  # as messages must be
+        return (compact(y.detach().reshape(x.shape)),), kept
 
     def input_grad(self, weights, kept, grads, env):
-        import torch
-
         leaf, leaves, edge, for_backward = kept
         for_backward.update(weights)
-        gx, *weight_grads = torch.autograd.grad(
-            (edge,), (leaf, *leaves), (grads[0].view(leaf.shape),), allow_unused=True
-        )
+        g, shapes = grads[0].view(leaf.shape), self.params.values()
+        gx, weight_grads = gradients(edge, leaf, leaves, shapes, g)
         for_backward.clear()
-        gx = torch.zeros_like(leaf) if gx is None else gx
-        for at, shape in enumerate(self.params.values()):
-            if weight_grads[at] is None:  # forward did not use this weight
-                weight_grads[at] = leaf.new_zeros(shape)
-        return (gx.reshape(grads[0].shape).contiguous(),), weight_grads
+        return (gx.view(grads[0].shape),), weight_grads
 
     def weight_grad(self, deferred, into, env):
         for name, g in zip(self.params, deferred, strict=True):

@@ -8,9 +8,12 @@ of the matrix products and the bytes that other kernels read and write.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -69,6 +72,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             changed.append(tuple(tensor.shape))
         return tensor
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of the traceback of what it raises
+    log.disabled, was_disabled = True, log.disabled
     try:
         with FakeTensorMode():
             module = spec.block(spec)  # type: ignore[misc]
@@ -81,12 +86,14 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             for local, b in module.named_buffers():
                 tensors[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(tensors.values())[len(parameters) :]
+            constant = [buffer.untyped_storage() for buffer in buffers]
+            constant = sum({s._cdata: s.nbytes() for s in constant}.values())  # each once
             versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
             with saved_tensors_hooks(pack, unpack), counter:
                 y = called(module, tensors, x)
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
-                    rows = y.detach().reshape(-1, spec.hidden).contiguous()  # as the op returns it
+                    rows = compact(y.detach().reshape(-1, spec.hidden))  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
                 others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
@@ -108,15 +115,14 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
                 for parameter in parameters:
                     parameter.data = parameter.new_empty(0)
                 with counter:
-                    grads = torch.autograd.grad((edge,), (x, *parameters), (g,), allow_unused=True)
-                    grads = [t if t is None else t.contiguous() for t in grads]  # here too
-                    storages = [t.untyped_storage() for t in grads if t is not None]
-                    given = g.untyped_storage()._cdata
-                    passes_grad = grads[0] is not None and storages[0]._cdata == given
-                    grad_bytes = sum(s.nbytes() for s in storages if s._cdata != given)
+                    gx, grads = gradients(edge, x, parameters, [v.shape for v in values], g)
+                made, given = (t.untyped_storage()._cdata for t in (gx, g))
+                storages = [t.untyped_storage() for t in (gx, *grads)]
+                sizes = {s._cdata: s.nbytes() for s in storages if s._cdata != given}
+                defers = {s._cdata for s in storages[1:]}
                 for parameter, value in zip(parameters, values, strict=True):
                     parameter.data = value
-                del g, grads, storages  # else a rank's recorder would count them as alive
+                del g, gx, grads, storages  # else a rank's recorder would count them as alive
                 # Compare around a second call: the first may set attributes that then stay.
                 state, generators = _state(module), _generators()
                 with torch.no_grad():
@@ -132,6 +138,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             legal += "; an autograd.Function of yours saves weights with ctx.save_for_backward(...)"
             legal += ", not as attributes of ctx, because backward uses other copies of them"
         raise illegal("block", name, why, legal) from error
+    finally:
+        log.disabled = was_disabled
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise illegal("block", name, f"it maps {shape} in {dtype} to {made}", MAPS)
@@ -163,9 +171,12 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
         "keeps_result": keeps_result,
         "frees_result": counter.with_result - counter.peak,
         "passes_input": passes_input,
-        "passes_grad": passes_grad,
-        "constant": sum(buffer.untyped_storage().nbytes() for buffer in buffers),
-        "scratch": (forward_scratch, counter.with_result - grad_bytes, 0),
+        "passes_grad": made == given,
+        "defers_grad": given in defers,
+        "defers_made": made in defers - {given},
+        "deferred": sum(sizes[at] for at in defers - {made, given}),
+        "constant": constant,
+        "scratch": (forward_scratch, counter.with_result - sum(sizes.values()), 0),
         "work": (forward, counter.work, Work()),
         "retyped": retyped,
     }
@@ -181,11 +192,51 @@ def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
 
     own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     try:
-        return torch.func.functional_call(module, tensors, (x,))
+        with own_kernels(module):
+            return torch.func.functional_call(module, tensors, (x,))
     finally:
         for part, parameters, buffers in own:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
+            if isinstance(part, torch.nn.RNNBase):  # has a list of the weights of this call
+                part._init_flat_weights()
+
+
+@contextlib.contextmanager
+def own_kernels(module: Any) -> Iterator[None]:
+    """Inside, an LSTM in ``module`` computes with torch's own kernels, not with oneDNN's, which
+    saves a workspace whose size fake tensors do not know.
+    """
+    import torch
+
+    lstm = any(isinstance(part, torch.nn.LSTM) for part in module.modules())
+    flags = torch.backends.mkldnn.set_flags(False if lstm else None, _fp32_precision=None)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(flags[0], _fp32_precision=None)
+
+
+def compact(tensor: Any) -> Any:
+    """``tensor``, or a copy, in order as a message must be and in a storage of its size: else, what
+    is handed on might keep alive a larger tensor that it is a part of.
+    """
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def gradients(edge: Any, x: Any, weights: Any, shapes: Any, g: Any) -> tuple[Any, list]:
+    """The gradients of a block's input and of its weights, 0 where forward did not use them.
+
+    edge    of the result in autograd's graph; g: the result's gradient
+    shapes  of the weights, whose own values are gone
+    """
+    import torch
+
+    gx, *of_weights = torch.autograd.grad((edge,), (x, *weights), (g,), allow_unused=True)
+    pairs = zip(of_weights, shapes, strict=True)
+    of_weights = [x.new_zeros(shape) if found is None else found for found, shape in pairs]
+    return compact(torch.zeros_like(x) if gx is None else gx), of_weights
 
 
 def _state(module: Any) -> dict[str, Any]:

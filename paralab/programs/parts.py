@@ -99,7 +99,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     replicated = plan.replace(dp=2)
     for part, (name, _, _) in zip(figures, model.parts, strict=True):
         sizes = model.numels[name]
-        part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values())
+        part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values(), default=0)
         part["units"] = len(units(sizes, program.spec, replicated))
         part["tensors"] = len(sizes)
     numbers = [number for part in figures for number in part.values()]
