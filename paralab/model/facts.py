@@ -8,12 +8,10 @@ of the matrix products and the bytes that other kernels read and write.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -191,30 +189,18 @@ def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
     import torch
 
     own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    # oneDNN's LSTM saves a workspace whose size fake tensors do not know; torch's own saves none.
+    lstm = any(isinstance(part, torch.nn.LSTM) for part, *_ in own)
+    flags = torch.backends.mkldnn.set_flags(False if lstm else None, _fp32_precision=None)
     try:
-        with own_kernels(module):
-            return torch.func.functional_call(module, tensors, (x,))
+        return torch.func.functional_call(module, tensors, (x,))
     finally:
+        torch.backends.mkldnn.set_flags(flags[0], _fp32_precision=None)
         for part, parameters, buffers in own:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
             if isinstance(part, torch.nn.RNNBase):  # has a list of the weights of this call
                 part._init_flat_weights()
-
-
-@contextlib.contextmanager
-def own_kernels(module: Any) -> Iterator[None]:
-    """Inside, an LSTM in ``module`` computes with torch's own kernels, not with oneDNN's, which
-    saves a workspace whose size fake tensors do not know.
-    """
-    import torch
-
-    lstm = any(isinstance(part, torch.nn.LSTM) for part in module.modules())
-    flags = torch.backends.mkldnn.set_flags(False if lstm else None, _fp32_precision=None)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(flags[0], _fp32_precision=None)
 
 
 def compact(tensor: Any) -> Any:

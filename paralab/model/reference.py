@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from paralab.checks import choice, illegal, real, whole
 from paralab.data import Corpus
 from paralab.model import draws
-from paralab.model.facts import own_kernels
 from paralab.model.step import Step
 from paralab.parallel.partition import partition
 from paralab.spec import ModelSpec
@@ -196,8 +195,7 @@ class GPT(nn.Module):
             if self.spec.block is None:
                 x = block(x)
             else:  # the block's name and the position also determine what a user's block draws
-                seed = self.moment.seed_of(f"blocks.{i}")
-                with draws.drawing(seed, x.device), own_kernels(block):
+                with draws.drawing(self.moment.seed_of(f"blocks.{i}"), x.device):
                     x = block(x)
         return self.head(x, targets, self.embedding.token.weight if self.spec.tied else None)
 
