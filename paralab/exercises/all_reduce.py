@@ -221,7 +221,7 @@ def hierarchical_all_reduce(tries: Tries) -> None:
             why, most = "", max(far)
             if set(far) == {swapped} and set(near) == {2 * (k - 1) * size // n}:
                 why = "the groups are exchanged: tensors go between nodes, their parts inside"
-            elif 0 in far and sum(far) == n * between:
+            elif far.count(0) == n - nodes and sum(far) == n * between:
                 why = f"rank {far.index(0)} sends none: one rank of each node sends for all of it"
             if why:
                 wrong = f"rank {far.index(most)} sends {most:,} bytes to other nodes, required: "
