@@ -39,6 +39,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      ": weights (samples 4 + 4 + 4, step 1): optimizer.step() is called 0 times, required: once"),
     (step(("]).norm().item()", "]).square().sum().item()")), {"gradient norm", "weights"},
      "(that is its square, the root is missing)"),
+    (step(("    optimizer.step()\n", "    raise NotImplementedError('your turn')\n")), {"loss"},
+     """raise NotImplementedError("your turn") is reached: delete it, and write what is missing"""),
     (step((FINDS, "whole = loss + (whole if mean else 0)"),
           ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
      "one micro-batch with all gradients"),

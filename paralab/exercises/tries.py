@@ -21,6 +21,7 @@ from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
+from paralab.ranks.hangs import Frame
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.trace import trace
@@ -39,6 +40,16 @@ class Try:
         for the data that it gets, and the same answer gets the same verdict again.
         """
         return zlib.crc32("".join(_sources(self.answer)).encode())
+
+    def differs(self, stub: Callable[[], str]) -> bool:
+        """Whether a function of the answer, or a method of its class, is not one of the stub's."""
+        own = (vars(part).values() if isinstance(part, type) else (part,) for part in self.answer)
+        for function in (getattr(one, "__wrapped__", one) for row in own for one in row):
+            code = getattr(function, "__code__", None)  # Function.apply is torch's own
+            own_code = code and Frame(code.co_filename, 0, code.co_name).own
+            if own_code and any(text.strip() not in stub() for text in _sources(function)):
+                return True
+        return False
 
 
 def _sources(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
