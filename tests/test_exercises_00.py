@@ -35,6 +35,12 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (step(("optimizer.step()", "[p.data.sub_(optimizer.param_groups[0]['lr'] * p.grad) "
            "for p in model.parameters()]")), {"weights"},
      "optimizer.step() is called 0 times, required: once"),
+    (step(("optimizer.step()", "torch.optim.SGD(model.parameters(), lr=0.1).step()")), {"weights"},
+     ": weights (samples 4 + 4 + 4, step 1): optimizer.step() is called 0 times, required: once"),
+    (step(("]).norm().item()", "]).square().sum().item()")), {"gradient norm", "weights"},
+     "(that is its square, the root is missing)"),
+    (step(("    optimizer.step()\n", "    raise NotImplementedError('your turn')\n")), {"loss"},
+     """raise NotImplementedError("your turn") is reached: delete it, and write what is missing"""),
     (step((FINDS, "whole = loss + (whole if mean else 0)"),
           ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
      "one micro-batch with all gradients"),

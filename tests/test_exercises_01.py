@@ -77,6 +77,12 @@ TWO_LEVELS = [
     (levels((SCATTER, "dist.all_reduce(tensor)"), (MIDDLE, "pass"), (GATHER, "pass")),
      {"bytes between nodes", "bytes inside nodes"},
      "2 nodes of 2: rank 1 sends 72,000 bytes to other nodes, required: 24,000"),
+    (levels((PART, ""), (SCATTER, "dist.reduce(tensor, rank - rank % k, group=inside)"),
+            (MIDDLE, "if rank % k == 0:\n        dist.all_reduce(tensor, group=across)"),
+            (GATHER, "dist.broadcast(tensor, rank - rank % k, group=inside)")),
+     {"bytes between nodes", "bytes inside nodes"},
+     ("rank 0 sends 48,000 bytes to other nodes, required: 24,000; rank 1 sends none: one rank of "
+      "each node sends for all of it")),
     (levels((MIDDLE, "pass")), {"result", "bytes between nodes"},
      ("rank 0, element 0: ", "only the terms of rank 0 and of rank 1 are in it")),
     (levels(("inside, across =", "across, inside ="), ("// k", "// (n // k)")),

@@ -45,8 +45,9 @@ def step(*changes: str):
 
 
 SUMMED = "it is the sum over the micro-batches, required: the mean"
-# It fails on some ranks only: the others would wait for them in a launch that answers share.
+# They fail on some ranks: the others would wait for them in a launch that answers share.
 NO_LEAF = step("x.requires_grad_()", "pass")
+ONE_DIGIT = step("int(action[1:])", "int(action[1])")
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
     (NO_LEAF, {"gradients"},
@@ -56,7 +57,8 @@ STEPS = [  # answer, limits it breaks, words of the verdict
           "backward(gradient, retain_graph=True)"), {"in flight"},
      "has 4 micro-batches in flight, of"),
     (step("in_flight.pop(k)", "in_flight.pop(next(iter(in_flight)))"), {"order of work"},
-     "backward first, p=2, m=3: rank 0: action 4 of its list is 0B2, yours does 0B0"),
+     "backward first, p=2, m=11: rank 0: action 12 of its list is 0B10, yours does 0B0"),
+    (ONE_DIGIT, {"gradients"}, "p=2, m=11: rank 0 raised KeyError: 1, line "),
     (step("work.wait()", "pass"), {"gradients"}, "rank 0 never waits for send"),
     (step("in actions:", "in sorted(actions, key=lambda a: a[0] == 'B'):"),
      {"order of work", "in flight"}, "1f1b, p=4, m=8: rank 0: action 5 of its list is 0B0, yours"),
@@ -72,7 +74,7 @@ STEPS = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 
 
-ALL_STEPS = Table(STEP, STEPS, alone=[NO_LEAF])
+ALL_STEPS = Table(STEP, STEPS, alone=[NO_LEAF, ONE_DIGIT])
 test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = ALL_STEPS.tests()
 
 

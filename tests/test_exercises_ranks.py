@@ -48,6 +48,9 @@ RING = [  # answer, limits it breaks, words of the verdict
      {"simulated time"},
      ("simulated time (n=2): 96.0 µs, required: at most 36.0 µs: rank 0 sends 4 messages, "
       "required: 1")),
+    (instead(f"mine, arriving = arriving, arriving.clone()\n        {EXCHANGE}\n"
+             "        mine += arriving"), {"result"},
+     "; what is received is added to what was there"),
     (SENDS_FIRST, {"result"}, "each waits forever until the other receives: post both"),
     (WAITS_FOR_NOBODY, {"result"}, ("no rank makes progress any more: rank 0 has "
      "returned its result; rank 1 is in")),

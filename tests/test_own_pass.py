@@ -44,6 +44,20 @@ def my_sync(program):
     return program.replace(insert(program.code, sums))
 
 
+def test_a_pass_prints_the_program_that_it_gets_with_the_positions_of_its_list():
+    printed = []
+
+    def prints(program):
+        for code in (program.code, [*program.code, "ALL_REDUCE"]):
+            printed.append(str(program.replace(code)).splitlines())
+        return my_sync(program)
+
+    pl.program(SPEC, pl.Plan(dp=2, **LEFT, passes=(prints,)))
+    good, bad = printed
+    assert good[0] == "    0  FORWARD embedding mb 0" and good[-1].endswith(" UPDATE bucket 7")
+    assert bad == [*good, f"{len(good):5}  'ALL_REDUCE'"]  # what is no instruction, as it is
+
+
 def two_halves(program):
     """An all-reduce is a reduce-scatter and an all-gather."""
     calls = {

@@ -146,7 +146,8 @@ def test_1f1b_and_zb_h1_are_torchs_zero_bubble_of_one_stage_per_rank(p):
 
 # ---- what can be written ------------------------------------------------------------------------
 def test_an_action_reads_back_from_its_text():
-    assert str(Action(4, "F", 0)) == "4F0" and parse("12W345") == Action(12, "W", 345)
+    assert str(Action(4, "F", 0)) == "4F0" and repr([Action(4, "F", 0)]) == "[4F0]"
+    assert parse("12W345") == Action(12, "W", 345)
     for _, schedule, *_ in every_schedule():
         assert actions(text(schedule)) == schedule
 

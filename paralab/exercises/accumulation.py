@@ -120,7 +120,7 @@ def _look(notes: Notes, step: Step) -> None:
     yours = ", ".join(map(str, step.returned))
     pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
     count = f"optimizer.step() is called {step.updates} times, required: once"
-    if step.updates > 1:  # said first: later micro-batches have met other weights
+    if step.updates != 1:  # said first: it explains weights, and what later micro-batches met
         notes.look(WEIGHTS, count, "")
     show = "{:.5f}".format
     how = show, ", detached or by .item()", TOLERANCE
@@ -140,7 +140,6 @@ def _look(notes: Notes, step: Step) -> None:
     moved = math.hypot(*(np.linalg.norm(step.after[n] - w) for n, w in step.before.items()))
     if wrong and step.norm()[0] < step.clip and math.isclose(moved, LR * step.clip, rel_tol=1e-3):
         wrong += "; the gradient is scaled to clip_norm, although its norm is smaller"
-    wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 
     passes = f"the forward passes have {step.passes} samples, required: {list(step.sizes)}"
@@ -208,6 +207,7 @@ class Step(NamedTuple):
         right = float(norm(self.mean))
         return right, [
             ("that is the norm after clipping", min(right, self.clip)),
+            ("that is its square, the root is missing", right**2),
             ("that is the norm of the sum over the micro-batches", norm(self.gradients.sum(0))),
             (TWICE, right / len(self.losses)),
             ("that is the sum of the tensors' norms", sum(map(norm, self._tensors(self.mean)))),

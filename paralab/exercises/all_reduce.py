@@ -70,8 +70,13 @@ def chunks(n: int, seed: int) -> np.ndarray:
 def _wrong_chunk(outcome: Outcome) -> str:
     n = len(outcome.results)
     right = chunks(n, outcome.seed)
-    known = [("no finished chunk was received into it", np.full(CHUNK, -1.0))]
-    how = {"tolerance": 0.0, "known": lambda _: known, "ranks": "chunk {}".format}
+
+    def known(chunk: int) -> list[tuple[str, Any]]:
+        added = right[chunk].astype("float32") - 1  # in which the answer computes it, too
+        none = "no finished chunk was received into it", np.full(CHUNK, -1.0)
+        return [none, ("what is received is added to what was there", added)]
+
+    how = {"tolerance": 0.0, "known": known, "ranks": "chunk {}".format}
     for rank, tensor in enumerate(outcome["tensor"]):
         if np.shape(tensor) != (n * CHUNK,):
             return f"rank {rank}: the tensor has shape {np.shape(tensor)} now"
@@ -213,10 +218,14 @@ def hierarchical_all_reduce(tries: Tries) -> None:
             between, inside = 2 * (nodes - 1) * size // n, 2 * (k - 1) * size // k
             far, near = (outcome.sent(level=level) for level in ("inter", "intra"))
             swapped = 2 * (nodes - 1) * size // nodes  # a reduce-scatter and an all-gather
+            why, most = "", max(far)
             if set(far) == {swapped} and set(near) == {2 * (k - 1) * size // n}:
-                wrong = f"rank 0 sends {swapped:,} bytes to other nodes, required: {between:,}; "
-                wrong += "the groups are exchanged: tensors go between nodes, their parts inside"
-                notes.look(BETWEEN, wrong, "")
+                why = "the groups are exchanged: tensors go between nodes, their parts inside"
+            elif far.count(0) == n - nodes and sum(far) == n * between:
+                why = f"rank {far.index(0)} sends none: one rank of each node sends for all of it"
+            if why:
+                wrong = f"rank {far.index(most)} sends {most:,} bytes to other nodes, required: "
+                notes.look(BETWEEN, f"{wrong}{between:,}; {why}", "")
             notes.bytes(BETWEEN, far, between, "to other nodes")
             notes.bytes(INSIDE, near, inside, "to its node")
             most, why = size * (k + 1) // k, f"; the tensor has {size:,}"

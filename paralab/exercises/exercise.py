@@ -22,6 +22,7 @@ from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
 from paralab.ranks.errors import interrupted
 
+LEFT = 'raise NotImplementedError("your turn") is reached: delete it, and write what is missing'
 TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
@@ -166,6 +167,10 @@ class Exercise:
                 return [self.check(*answer, timeout=timeout) for answer in answers]
             said = f"the answer cannot be judged: {type(error).__name__}: {shown(error)}"
             tries[0].notes.end(said, yours="cannot be judged")
+        for one in tries:
+            if not one.notes.verdict().started and one.differs(lambda: self.stub):
+                one.notes.said = ""
+                one.notes.end(LEFT, yours="not finished")
         return [one.notes.verdict() for one in tries]
 
     def _refuse_form(self, candidate: Try) -> None:

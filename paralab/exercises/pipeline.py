@@ -29,8 +29,8 @@ from paralab.model.step import Step
 from paralab.spec import ModelSpec
 
 Run = tuple[str, int, int, int]  # schedule, p, m, v
-RUNS: tuple[Run, ...] = (
-    ("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1), (LAST_FIRST, 2, 3, 1)
+RUNS: tuple[Run, ...] = (  # the last one has micro-batches with two digits
+    ("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1), (LAST_FIRST, 2, 11, 1)
 )  # fmt: skip
 CHUNKED: tuple[Run, ...] = (
     (BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2), (LAST_FIRST, 2, 2, 2)

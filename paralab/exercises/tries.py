@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
+from paralab.ranks.hangs import Frame
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.trace import trace
+
+UNWRITTEN = re.compile(r"\s*def .*:\s*raise NotImplementedError")
 
 
 @dataclass
@@ -39,6 +43,19 @@ class Try:
         for the data that it gets, and the same answer gets the same verdict again.
         """
         return zlib.crc32("".join(_sources(self.answer)).encode())
+
+    def differs(self, stub: Callable[[], str]) -> bool:
+        """Whether a function of the answer, or a method of its class, is not one of the stub's, nor
+        one that begins with the stub's last line.
+        """
+        own = (vars(part).values() if isinstance(part, type) else (part,) for part in self.answer)
+        for function in (getattr(one, "__wrapped__", one) for row in own for one in row):
+            code = getattr(function, "__code__", None)  # Function.apply is torch's own
+            own_code = code and Frame(code.co_filename, 0, code.co_name).own
+            text = "".join(_sources(function)) if own_code else ""
+            if text.strip() and not UNWRITTEN.match(text) and text.strip() not in stub():
+                return True
+        return False
 
 
 def _sources(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:

@@ -43,7 +43,8 @@ KINDS = {
 
 
 class Action(NamedTuple):
-    """One computation, a box of a pipeline diagram: ``str(Action(4, "F", 0))`` is "4F0".
+    """One computation, a box of a pipeline diagram: ``Action(4, "F", 0)`` is printed as 4F0, in
+    a list, too.
 
     stage       global number of the stage; stage 0 has the embedding
     kind        "F" forward, "B" whole backward, "I" its input half (the gradient that the previous
@@ -55,7 +56,7 @@ class Action(NamedTuple):
     kind: str
     microbatch: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 

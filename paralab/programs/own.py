@@ -42,6 +42,7 @@ from paralab.programs.instructions import (
     Instr,
     sums_shared,
 )
+from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec.forms import form_name
 
@@ -52,7 +53,7 @@ COPIED = PARTS | {"wide", "second", "host.verdict"}  # what a COPY on a rank's o
 
 
 class RankProgram:
-    """One rank's list of instructions, as passes see it.
+    """One rank's list of instructions, as passes see it; printed, one line for each.
 
     code   the list, before waits and frees are derived; `replace` takes a changed one
     rank   a global rank that has this list
@@ -70,6 +71,14 @@ class RankProgram:
         legal = "a list; append, insert and sort change the list itself and return None"
         instance("code", code, Iterable, legal, "list of instructions")
         return type(self)(self.program, self.rank, code)
+
+    def __repr__(self) -> str:
+        names = Names(self.program, self.pp, self.rank)
+        texts = (
+            repr(ins) if _wrong(self.program, self.pp, ins) else names.instruction(ins)
+            for ins in self.code
+        )
+        return "\n".join(f"{position:5}  {text}" for position, text in enumerate(texts))
 
 
 def own_passes(program: Program, pp: int, code: Code) -> Code:

@@ -40,7 +40,7 @@ view.ring(4)
 # | symbol | meaning |
 # |---|---|
 # | N | ranks of a group |
-# | k | ranks of a node |
+# | k | ranks of a node; a **node** is one machine, with one device or several |
 # | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
 # | q | pieces that a tensor is sent in |
 # | h | hidden size of a transformer |

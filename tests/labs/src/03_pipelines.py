@@ -413,7 +413,7 @@ messages.reveal(2 * 8 * (4 * 2 - 1))
 # ## Only forwards, until the first backward
 # A rank of 1F1B runs a few forwards before its first backward. A rank of the interleaved schedule
 # runs more of them, because it takes $p$ micro-batches through one chunk before it begins the next
-# chunk. Look at a few lists, such as `schedules.interleaved(4, 8, 2)`, before you count.
+# chunk. Before you count, look at a few lists: `print(*schedules.interleaved(4, 8, 2), sep="\n")`.
 
 # %%
 pl.exercises.warmup
