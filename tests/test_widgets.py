@@ -251,14 +251,21 @@ def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
 
 def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     monkeypatch.setattr(type(widget), "steps", 100_000)
-    began = threading.Event()
+    began, states, enter = threading.Event(), [], widget._enter
     widget._progress.observe(lambda change: change["new"] and began.set(), names="value")
+
+    def entered(state: str, *more: object, **how: object) -> None:
+        states.append((widget.state, state))
+        enter(state, *more, **how)
+
+    monkeypatch.setattr(widget, "_enter", entered)
     widget.run()
     assert began.wait(PATIENCE)
     widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
     assert widget.state == "stopped" and "Stopped while 2 ranks were at work" in said(widget)
     assert not running(widget) and widget.result is None
+    assert states == [("idle", "running"), ("running", "stopped")]  # and no other in between
     widget.stop()  # nothing to stop: nothing happens
     monkeypatch.setattr(type(widget), "steps", 2)
     assert widget.run().wait(PATIENCE) and widget.state == "done"
