@@ -102,6 +102,20 @@ def test_a_page_hears_of_a_whole_figure_then_of_what_differs_or_of_all_again(mon
     assert len(traces) == 1 and layout["height"] == one.figure.layout.height == 88
     assert shown(one.figure) == shown(View(changed).figure)
 
+    # a page that begins while a cell shows another chart waits until that is there
+    page = threading.Thread(target=one.figure._handle_custom_msg, args=({"listens": True}, []))
+    waits = []
+
+    def begins(*_: object, **__: object) -> None:
+        page.start()
+        page.join(0.2)
+        waits.append(page.is_alive())
+
+    monkeypatch.setattr(one.figure, "_send_update_msg", begins)
+    one.show(Chart(data=[bar], layout={"height": 99}))
+    page.join(PATIENCE)
+    assert waits == [True] and again[-1]["height"] == 99
+
 
 # ---- sliders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"explore"}))  # see test_widget_explore.py

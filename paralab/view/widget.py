@@ -37,6 +37,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import widget_parts as parts
 from paralab.view import widget_picture
 from paralab.view.chart import MAX_REPR, Chart
+from paralab.view.comms import heard_while_busy
 from paralab.view.widget_live import View
 from paralab.view.widget_parts import Knob, processes, this_machine
 
@@ -132,7 +133,7 @@ class Widget(ipw.VBox):
         self._declared = {name: self._with_start(name, knob) for name, knob in self.board.items()}
         self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
         self._results: dict[Any, Any] = {}
-        self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
+        self._lock = threading.RLock()  # sliders and buttons are handled also while a cell runs
         self._run_button, self._stop_button = (
             ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
             for text, icon, style in (("Run it", "play", "primary"), ("Stop", "stop", "danger"))
@@ -153,6 +154,7 @@ class Widget(ipw.VBox):
         self._run_button.on_click(lambda _: self.run() if self.state != "running" else None)
         self._stop_button.on_click(lambda _: self.stop())
         self._enter("idle")
+        heard_while_busy(self)
 
     # ---- what a declaration says -------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
