@@ -102,6 +102,20 @@ def test_a_page_hears_of_a_whole_figure_then_of_what_differs_or_of_all_again(mon
     assert len(traces) == 1 and layout["height"] == one.figure.layout.height == 88
     assert shown(one.figure) == shown(View(changed).figure)
 
+    # a page that begins while a cell shows another chart waits until that is there
+    page = threading.Thread(target=one.figure._handle_custom_msg, args=({"listens": True}, []))
+    waits = []
+
+    def begins(*_: object, **__: object) -> None:
+        page.start()
+        page.join(0.2)
+        waits.append(page.is_alive())
+
+    monkeypatch.setattr(one.figure, "_send_update_msg", begins)
+    one.show(Chart(data=[bar], layout={"height": 99}))
+    page.join(PATIENCE)
+    assert waits == [True] and again[-1]["height"] == 99
+
 
 # ---- sliders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"explore"}))  # see test_widget_explore.py
@@ -251,14 +265,21 @@ def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
 
 def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     monkeypatch.setattr(type(widget), "steps", 100_000)
-    began = threading.Event()
+    began, states, enter = threading.Event(), [], widget._enter
     widget._progress.observe(lambda change: change["new"] and began.set(), names="value")
+
+    def entered(state: str, *more: object, **how: object) -> None:
+        states.append((widget.state, state))
+        enter(state, *more, **how)
+
+    monkeypatch.setattr(widget, "_enter", entered)
     widget.run()
     assert began.wait(PATIENCE)
     widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
     assert widget.state == "stopped" and "Stopped while 2 ranks were at work" in said(widget)
     assert not running(widget) and widget.result is None
+    assert states == [("idle", "running"), ("running", "stopped")]  # and no other in between
     widget.stop()  # nothing to stop: nothing happens
     monkeypatch.setattr(type(widget), "steps", 2)
     assert widget.run().wait(PATIENCE) and widget.state == "done"

@@ -14,6 +14,7 @@ from typing import Any
 
 from paralab.checks import illegal, real, whole
 from paralab.exercises.exercise import Text
+from paralab.view.comms import heard_while_busy
 
 REPR_WIDTH = 110
 
@@ -88,6 +89,7 @@ class Question:
         if self._box is None:
             title = widgets.HTML(f"<b>{html.escape(self.question)}</b>")
             self._box = widgets.VBox([title, *self._inputs(widgets)])
+            heard_while_busy(self._box)
             if self.value is not None or self.revealed:
                 self._close()
         return self._box._repr_mimebundle_() | {"text/plain": repr(self)}

@@ -37,6 +37,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import widget_parts as parts
 from paralab.view import widget_picture
 from paralab.view.chart import MAX_REPR, Chart
+from paralab.view.comms import heard_while_busy
 from paralab.view.widget_live import View
 from paralab.view.widget_parts import Knob, processes, this_machine
 
@@ -132,7 +133,7 @@ class Widget(ipw.VBox):
         self._declared = {name: self._with_start(name, knob) for name, knob in self.board.items()}
         self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
         self._results: dict[Any, Any] = {}
-        self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
+        self._lock = threading.RLock()  # sliders and buttons are handled also while a cell runs
         self._run_button, self._stop_button = (
             ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
             for text, icon, style in (("Run it", "play", "primary"), ("Stop", "stop", "danger"))
@@ -153,6 +154,7 @@ class Widget(ipw.VBox):
         self._run_button.on_click(lambda _: self.run() if self.state != "running" else None)
         self._stop_button.on_click(lambda _: self.stop())
         self._enter("idle")
+        heard_while_busy(self)
 
     # ---- what a declaration says -------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
@@ -431,18 +433,23 @@ class Widget(ipw.VBox):
             with self._lock:
                 self._refresh()
 
-    def _refresh(self) -> None:
-        """Draw the current settings. Never raises: a page would not show a callback's error."""
-        state, failed, outcome = "idle", None, ""
+    def _refresh(self, ended: _Run | None = None) -> None:
+        """Draw the current settings. Never raises: a page would not show a callback's error.
+
+        ended  the run that has just ended; while one is in progress, the state stays "running"
+        """
+        state, error, outcome, stale = "idle", ended and ended.error, "", False
         try:
             self._draw()
             at = self.values
-            if at.measured is not None:
+            if error is not None:
+                state = "stopped" if isinstance(error, Stopped) else "error"
+            elif at.measured is not None:
                 state, outcome = "done", self._outcome(at)
-        except Exception as error:
-            state, failed = "error", error
-        if self.state != "running":  # else this is shown at the run's end
-            self._enter(state, failed, outcome, stale=failed is not None)
+        except Exception as impossible:
+            state, error, stale = "error", impossible, True
+        if ended or self.state != "running":
+            self._enter(state, error, outcome, stale=stale)
 
     def _draw(self) -> None:
         """Charts and table for the current settings."""
@@ -488,10 +495,7 @@ class Widget(ipw.VBox):
         with self._lock:
             if run.error is None:
                 self._results[self._key(run.at)] = result
-            self.state = "idle"  # until `_refresh` sets it for the settings, which may be others
-            self._refresh()
-            if run.error is not None and not self._stale:  # else another reason is shown
-                self._enter("stopped" if isinstance(run.error, Stopped) else "error", run.error)
+            self._refresh(run)  # for the settings, which may be others by now
 
     # ---- what is shown -----------------------------------------------------------------------
     @property

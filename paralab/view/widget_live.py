@@ -11,6 +11,7 @@ a long title off or draws the legend over it. The figure is as wide as its place
 from __future__ import annotations
 
 import functools
+import threading
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class View(ipw.VBox):
         self.head.add_class(HEAD)
         self.figure = _Whole(chart, _plotly() if first else "")
         self.figure.on_msg(lambda *_: self._page_listens())
-        self._first = chart
+        self._first, self._lock = chart, threading.Lock()  # a cell may show one as a page begins
         self._remember(chart, _plain(chart))
         # Without min_width a grid's column is never narrower than its widest content.
         super().__init__([self.head, self.figure], layout={"min_width": "0"})
@@ -91,15 +92,19 @@ class View(ipw.VBox):
 
     def _page_listens(self) -> None:
         """A page has begun to listen: send all again, as earlier messages may be lost."""
-        if self.chart is not self._first:
-            self.figure.data = []
-            self.figure.add_traces(list(self.chart.data))
-            self.figure.layout = {"annotations": (), "shapes": (), **self._shown[1]}
+        with self._lock:
+            if self.chart is not self._first:
+                self.figure.data = []
+                self.figure.add_traces(list(self.chart.data))
+                self.figure.layout = {"annotations": (), "shapes": (), **self._shown[1]}
 
     def show(self, chart: Chart) -> None:
         """Show another chart."""
-        if chart is self.chart:
-            return
+        with self._lock:
+            if chart is not self.chart:
+                self._become(chart)
+
+    def _become(self, chart: Chart) -> None:
         figure, (shown_traces, layout), new_plain = self.figure, self._shown, _plain(chart)
         new, old = list(chart.data), list(figure.data)
         pairs = zip(new, old, strict=False)

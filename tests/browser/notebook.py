@@ -132,7 +132,12 @@ class Notebook:
         return f"cell {waiting[0]['index']} still runs: {_first_line(waiting[0])}"
 
     def run_cell(self, index: int, timeout: float = HANG_S) -> None:
-        """Select cell ``index`` and run it as Shift+Enter does.
+        """Select cell ``index`` and run it as Shift+Enter does; returns when it has run."""
+        self.start_cell(index)
+        self.until_run(index, timeout)
+
+    def start_cell(self, index: int) -> None:
+        """`run_cell`, without waiting for the cell's end.
 
         What it showed before goes first: a stored count may be the very one that it gets now.
         """
@@ -143,6 +148,9 @@ class Notebook:
             " jupyterapp.commands.execute('notebook:run-cell'); }",
             index,
         )
+
+    def until_run(self, index: int, timeout: float = HANG_S) -> None:
+        """Return once the cell that was started last has run."""
 
         def has_run() -> bool:
             now = self.ask("stands", index)

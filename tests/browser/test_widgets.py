@@ -18,7 +18,17 @@ link = pl.Link(alpha=1e-4, bandwidth=1e9)
 rates = {"flops": 5e10, "memory_bandwidth": 2e10, "host_bandwidth": 1e10, "memory": 10**10}
 cluster = pl.Cluster(intra=link, host=link, disk=link, devices_per_node=4, cores=2, **rates)
 pl.view.widgets.offload(cluster=cluster)"""
-SHOW, TWIN, STATE, CHART, AGAIN = range(5)  # the cells
+SHOW, TWIN, STATE, CHART, AGAIN, ASKS = range(6)  # the cells
+ASK = 'pl.exercises.guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
+# Ends only when Stop and the question's button have been pressed, or as a failure soon after that.
+BUSY = """\
+import time
+bench.steps, end = 500, time.monotonic() + 60
+bench.run()
+while time.monotonic() < end and (bench.state == "running" or question.value is None):
+    time.sleep(0.05)
+del bench.steps
+print(bench.state, question.value)"""
 # Over before anything else happens on the page: a timer of 0 ms is late for a figure on a fast one.
 OVER = """() => {
     const over = new AbortController();
@@ -37,8 +47,7 @@ def test_what_is_shown_can_be_read_on_pages_of_any_width(open_notebook):
     moved = "knobs = pl.view.widgets.memory()\nknobs.set(recipe='fp32')\nknobs"
     parts = "{'parameters': 9.9e6, 'gradients': 9.9e6, 'buffers': 80e6}"
     chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
-    asks = 'pl.exercises.guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
-    questions = [f"{name} = {asks}\n{name}" for name in ("fresh", "out", "said")]
+    questions = [f"{name} = {ASK}\n{name}" for name in ("fresh", "out", "said")]
     questions += ["pl.exercises.choose('Why?', ['a long <b>reason</b> & another one ' * 9, 'b'])"]
     notebook = open_notebook(
         cells=[f"import paralab as pl\n{OFFLOAD}", moved, "pl.view.widgets.zero()", chart,
@@ -75,6 +84,7 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
             "print(bench.state)",
             "bench.chart",
             "bench",
+            f"question = {ASK}\nquestion",
         ],
         alone=True,
     )
@@ -108,6 +118,15 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
     notebook.run_cell(STATE)
     assert notebook.text(STATE) == "stopped\n", bench.words()
     assert bench.figure["data"] == twin
+
+    # so it does while the page's thread of cells is busy, and a question is answered
+    notebook.write(STATE, BUSY)
+    notebook.start_cell(STATE)
+    notebook.wait(lambda: bench.enabled("Stop"), ANSWER_S, bench.words)
+    notebook.cell(ASKS).get_by_role("button", name="Commit").click()
+    bench.button("Stop").click()
+    notebook.until_run(STATE)
+    assert notebook.text(STATE) == "stopped 4.0\n", bench.words()
 
     # the next one ends, and the picture then has what was measured in it
     bench.start()
