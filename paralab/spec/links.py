@@ -3,11 +3,11 @@
 [Note: ports] A group with n members, k on each node, uses k ports of a node at once: it runs k
 rings, one per port, and each member is the last of its node in one of them. So the bytes of a ring
 collective leave a node at k times the bandwidth of one port, but no faster than links inside the
-node deliver them. In an all-to-all every member sends (n-k)/(n-1) of its bytes to other nodes,
-through its own port. In a reduce over gloo n-1 members send straight to the root: all their bytes
-arrive on the root's link, those from other nodes at its port. NCCL reduces and broadcasts along a
-ring that passes pieces on (its src/graph/tuning.cc): no member receives or sends more than the
-tensor.
+node deliver them. In an all-to-all, which over gloo a reduce-scatter is too, every member sends
+(n-k)/(n-1) of its bytes to other nodes, through its own port. In a reduce over gloo n-1 members
+send straight to the root: all their bytes arrive on the root's link, those from other nodes at its
+port. NCCL reduces and broadcasts along a ring that passes pieces on (its src/graph/tuning.cc): no
+member receives or sends more than the tensor.
 
 [Note: latency] Alpha is paid for every message that has to wait for an earlier one:
 
@@ -111,7 +111,8 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
     if op == "broadcast" and not nccl:  # down a tree, whose root sends the tensor in every round
         return {"tree": Way(tree_latency, ring_rate)}
     halves = 2 if op == "all_reduce" else 1
-    name, rate = ("pairwise", member_rate) if op == "all_to_all" else ("ring", ring_rate)
+    pairwise = op == "all_to_all" or (op == "reduce_scatter" and not nccl)
+    name, rate = ("pairwise", member_rate) if pairwise else ("ring", ring_rate)
     if op == "broadcast":  # wire_bytes are a tree root's; in a ring a member sends the tensor once
         rate *= rounds(n)
     by_algorithm = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), rate)}
