@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 import paralab as pl
@@ -56,6 +58,11 @@ def test_a_group_sends_through_as_many_ports_as_it_has_members_on_a_node():
     assert one_each.ways("all_gather", four)["ring"].bandwidth == pytest.approx(40e9)
     alone = "send", 10**6, Reach(2, 1, 2)
     assert one_each.call(*alone) == NODES.call(*alone)
+    # Gloo has one ring, in which one member sends to the next node, through one port at most.
+    gloo = NODES.replace(cores=4)
+    for ports, op in product((None, 2, 1), ("all_gather", "all_reduce")):
+        assert gloo.replace(ports=ports).ways(op, four)["ring"].bandwidth == pytest.approx(10e9)
+    assert gloo.replace(ports=1).ways("all_gather", Reach(4, 1, 4))["ring"].bandwidth == 2.5e9
 
 
 def test_of_an_all_to_all_every_member_sends_what_leaves_the_node_through_its_own_port():
