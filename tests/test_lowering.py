@@ -90,7 +90,7 @@ def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
                     assert s.stage % p == rank and s.other_stage % p == s.peer != rank
                     ends[s.kind].append((s.what, min(s.stage, s.other_stage), s.microbatch))
         assert sorted(ends["send"]) == sorted(ends["recv"])
-        count = 2 * m * (stages - 1) * (p > 1)  # v times as many with v stages per rank
+        count = 2 * m * (stages - 1) * (p > 1)
         assert len(ends["send"]) == len(set(ends["send"])) == count
 
 

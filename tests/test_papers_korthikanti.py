@@ -72,3 +72,6 @@ def test_what_cannot_be_is_refused():
     for wrong in ({"recompute": "some"}, {"tp": 0}):
         ((name, value),) = wrong.items()
         refuses(f"{name}={value!r}", costs.layer_bytes, SETTINGS["22B"].model, 1, **wrong)
+    own = SETTINGS["22B"].model.replace(block=lambda model, index: None)
+    refuses("the formula counts the standard block only", costs.layer_bytes, own, 1)
+    refuses("model=.22B.", costs.layer_bytes, "22B", 1)

@@ -77,7 +77,7 @@ def test_zero_bubble_formulas_are_exact_and_a_weight_half_hides_no_more_than_a_f
             got = simulate(function(p, m), forward=f, backward=b, weight_grad=w)
             want = bubble_formula(name, p, m, 1, f, b, w)
             assert got.bubble_rate == pytest.approx(want, abs=1e-12)
-            if full:  # Zero Bubble, table 1
+            if full:  # Zero Bubble, table 2
                 idle = max(0, (p - 1) * (f + b - k * min(f, w)))
                 assert got.cost - m * (f + b + w) == pytest.approx(idle, abs=1e-9)
 
@@ -96,6 +96,10 @@ def test_bubble_formula_says_what_it_knows():
     assert bubble_formula("1f1b", 4, 8) == pytest.approx(3 / 11)  # costs need not be given
     assert bubble_formula("zb-h2", 4, 8, 1, 1, 1, 3) == 0.0  # less than nothing is nothing
     refuses("'zb-h2'", bubble_formula, "dualpipe", 4, 8)
+    refuses(
+        "microbatches=6: .*groups of pp=4.*such as 4 or 8", bubble_formula, "interleaved", 4, 6, 2
+    )
+    refuses("virtual_stages=2: .*one stage per rank", bubble_formula, "1f1b", 4, 8, 2)
     refuses("F='1': not a number", bubble_formula, "1f1b", 4, 8, F="1")
 
 

@@ -87,7 +87,7 @@ def test_live_activations_are_those_of_the_papers():
             "gpipe": [m] * p,
             "1f1b": [min(m, p - r) for r in range(p)],
             "interleaved": [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)],
-            # A micro-batch counts until its weight half: (p - r) M_B + r M_W, Zero Bubble table 1.
+            # A micro-batch counts until its weight half: (p - r) M_B + r M_W, Zero Bubble sec. 2.3.
             "zb-h1": [min(m, p)] * p,
             "zb-h2": [min(m, 2 * p - 1)] * p,
         }[name]

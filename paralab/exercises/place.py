@@ -1,7 +1,7 @@
 """Lab 10: a planner that chooses every degree of parallelism, and may try twelve plans.
 
-PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.4) ends in advice: model parallelism just as large
-as memory requires, tensor parallelism inside a node and the pipeline across nodes, the rest of the
+PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 3) has advice: model parallelism just as large as
+memory requires, tensor parallelism inside a node and the pipeline across nodes, the rest of the
 devices data-parallel, and a micro-batch that is neither too small for the device nor too large for
 the bubble. The answer is a function that applies such rules, and may ask for the simulated step
 (interpret/totals.py) and the peak memory of twelve plans. It is compared with the best plan of all,

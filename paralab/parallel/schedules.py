@@ -16,8 +16,9 @@ micro-batch is alive on a rank while the rank keeps its activations for backward
     zb_h2        (p-1) (F + I - 2 W)             min(m, 2 (p-r) - 1), and 2 r halves pending
 
 I = B - W is the input half, T_B of the Zero Bubble paper. The two zb rows hold for m >= 2p - 1 and
-W <= F: a weight half hides no more than the forward of another rank. A weight half is pending
-between the input half of its micro-batch and its own turn, and holds memory meanwhile.
+W <= F: a weight half hides no more than the forward of another rank. Where F + I < 2 W, zb_h2 has
+no bubble. A weight half is pending between the input half of its micro-batch and its own turn, and
+holds memory meanwhile.
 
 Ideal work is m (F + B), so the bubble's share of the step is bubble / (bubble + m (F + B)). An
 action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
@@ -117,19 +118,15 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     """1F1B with v stages per rank: rank r has the stages r, r + p, r + 2p, ... and runs p
     micro-batches through each in turn.
 
-    The bubble is (p-1)/(v m + p-1) of the step, for v times the messages. A chunk is 1/v of the
-    rank's layers. Before its first backward the last rank has to bring p micro-batches to its last
-    chunk, with (v-1) p forwards. A rank d places before the last needs d more forwards if messages
-    take no time. It makes 2 d more, so that messages may take time both ways. With v = 1 the
-    warm-up is therefore twice that of `one_f_one_b`: this schedule is then faster where messages
-    take time, and up to twice as many micro-batches are alive. m must be a multiple of p. PTD-P
-    (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
+    The bubble is (p-1)/(v m + p-1) of the step, for (p v - 1)/(p-1) times the messages of 1F1B (the
+    paper says v). A chunk is 1/v of the rank's layers. Before its first backward the last rank has
+    to bring p micro-batches to its last chunk, with (v-1) p forwards. A rank d places before the
+    last needs d more forwards if messages take no time. It makes 2 d more, so that messages may
+    take time both ways. With v = 1 the warm-up is therefore twice that of `one_f_one_b`: this
+    schedule is then faster where messages take time, and up to twice as many micro-batches are
+    alive. m must be a multiple of p. PTD-P (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
     """
-    pp, microbatches = _sizes(pp, microbatches)
-    v = whole("virtual_stages", virtual_stages, at_least=1)
-    if microbatches % pp:
-        raise illegal("microbatches", microbatches, *uneven_groups(pp, microbatches))
-
+    pp, microbatches, v = checked_sizes("interleaved", pp, microbatches, virtual_stages)
     # p micro-batches pass through a rank's first stage, its second, ..., then the next p do.
     turns = [
         (chunk, i)
@@ -279,19 +276,27 @@ def build(
     takes three arguments. theory/schedule_check.py checks the lists, not this function. Raises
     ValueError if the schedule does not exist for these sizes.
     """
+    if not callable(schedule):
+        choice("schedule", schedule, tuple(SCHEDULES))
+    sizes = checked_sizes(schedule, pp, microbatches, virtual_stages)
+    if callable(schedule):
+        return actions(schedule(*(sizes if takes_three(schedule) else sizes[:2])))
+    return SCHEDULES[schedule](*(sizes if schedule == "interleaved" else sizes[:2]))
+
+
+def checked_sizes(
+    schedule: str | Callable[..., Any], pp: int, microbatches: int, virtual_stages: int
+) -> tuple[int, int, int]:
+    """The three sizes. Raises ValueError if the named schedule does not exist for them."""
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
-    if callable(schedule):
-        sizes = (pp, microbatches, v) if takes_three(schedule) else (pp, microbatches)
-        return actions(schedule(*sizes))
-    function = SCHEDULES[choice("schedule", schedule, tuple(SCHEDULES))]
-    if function is interleaved:
-        return interleaved(pp, microbatches, v)
-    if v > 1:
+    if schedule == "interleaved" and microbatches % pp:
+        raise illegal("microbatches", microbatches, *uneven_groups(pp, microbatches))
+    if schedule != "interleaved" and not callable(schedule) and v > 1:
         why = f"schedule={schedule!r} has one stage per rank"
         legal = "1, or schedule='interleaved' or a function of your own"
         raise illegal("virtual_stages", v, why, legal)
-    return function(pp, microbatches)
+    return pp, microbatches, v
 
 
 OWN_SCHEDULES = ("f(pp, microbatches)", "f(pp, microbatches, virtual_stages)")

@@ -9,9 +9,9 @@ A step's time assumes that communication and copies overlap with compute whereve
 them. A plan which is fast only because of perfect overlap can be recognised by the time of the same
 step without any (interpret/serial.py).
 
-PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5) gives three rules of thumb for its own machine:
-tensor parallelism up to the size of a node, pipelines across nodes, the rest data parallelism. The
-search does not know these rules; its results follow them.
+PTD-P (Narayanan+ 2021, arXiv:2104.04473, the takeaways of sec. 3) gives rules of thumb: tensor
+parallelism up to the size of a node, pipelines across nodes, the rest data parallelism. The search
+does not know them, and where ZeRO-3's gathers overlap perfectly its winner breaks them (lab 10).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ literature (`Cluster.preset`), or stated field by field.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ class Cluster(checks.Description):
         """{algorithm: `Way`} of the algorithms from which this cluster chooses for a call."""
         near = self.collectives.get(op, self.intra)
         tree = op == "broadcast" and op in self.collectives  # the link was fitted to a tree's bytes
-        choices = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
+        port = math.inf if self.gpus else self.inter.bandwidth  # type: ignore[union-attr]
+        choices = ways(op, reach, near, self._far, nccl=self.gpus and not tree, port=port)
         if op in self.collectives and "ring" in choices:
             return {"ring": choices["ring"]}
         return {self.algorithm: choices[self.algorithm]} if self.algorithm in choices else choices

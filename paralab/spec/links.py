@@ -1,13 +1,13 @@
 """Links inside a node and between nodes, and the time of a collective call on them.
 
-[Note: ports] A group with n members, k on each node, uses k ports of a node at once: it runs k
+[Note: ports] A group with n members, k on each node, uses k ports of a node at once: NCCL runs k
 rings, one per port, and each member is the last of its node in one of them. So the bytes of a ring
 collective leave a node at k times the bandwidth of one port, but no faster than links inside the
-node deliver them. In an all-to-all every member sends (n-k)/(n-1) of its bytes to other nodes,
-through its own port. In a reduce over gloo n-1 members send straight to the root: all their bytes
-arrive on the root's link, those from other nodes at its port. NCCL reduces and broadcasts along a
-ring that passes pieces on (its src/graph/tuning.cc): no member receives or sends more than the
-tensor.
+node deliver them. Gloo runs one ring, through one port. In an all-to-all, which over gloo a
+reduce-scatter is too, every member sends (n-k)/(n-1) of its bytes to other nodes, through its own
+port. In a reduce over gloo n-1 members send straight to the root: all their bytes arrive on the
+root's link, those from other nodes at its port. NCCL reduces and broadcasts along a ring that
+passes pieces on (its src/graph/tuning.cc): no member receives or sends more than the tensor.
 
 [Note: latency] Alpha is paid for every message that has to wait for an earlier one:
 
@@ -25,6 +25,7 @@ algorithm that the cluster used, so there is none to choose.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -90,19 +91,22 @@ class Way(NamedTuple):
         return self.latency + wire_bytes / self.bandwidth
 
 
-def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) -> dict[str, Way]:
+def ways(
+    op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False, port: float = math.inf
+) -> dict[str, Way]:
     """{algorithm: `Way`} of an operation. See [Note: ports] and [Note: latency].
 
     near  link between two members on one node
     far   link between two members on different nodes, with one member's share of the ports
     nccl  whether NCCL makes the calls, otherwise gloo does
+    port  bytes/s of a ring between nodes at most: over gloo those of one port
     """
     n, k, nodes = reach
     if n == 1:
         return {"ring": Way(0.0, near.bandwidth)}
     ring_rate = member_rate = near.bandwidth
     if nodes > 1:
-        ring_rate = min(k * far.bandwidth, near.bandwidth)
+        ring_rate = min(k * far.bandwidth, near.bandwidth, port)
         member_rate = min(far.bandwidth * (n - 1) / (n - k), near.bandwidth)
     tree_latency = rounds(k) * near.alpha + rounds(nodes) * far.alpha
     if op in ("send", "recv") or (op == "reduce" and not nccl):  # no message waits for another
@@ -111,7 +115,8 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
     if op == "broadcast" and not nccl:  # down a tree, whose root sends the tensor in every round
         return {"tree": Way(tree_latency, ring_rate)}
     halves = 2 if op == "all_reduce" else 1
-    name, rate = ("pairwise", member_rate) if op == "all_to_all" else ("ring", ring_rate)
+    pairwise = op == "all_to_all" or (op == "reduce_scatter" and not nccl)
+    name, rate = ("pairwise", member_rate) if pairwise else ("ring", ring_rate)
     if op == "broadcast":  # wire_bytes are a tree root's; in a ring a member sends the tensor once
         rate *= rounds(n)
     by_algorithm = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), rate)}

@@ -23,6 +23,7 @@ from fractions import Fraction
 
 from paralab.checks import choice, whole
 from paralab.spec import ModelSpec
+from paralab.theory.flops import standard
 
 
 def layer_bytes(
@@ -39,8 +40,9 @@ def layer_bytes(
                input: all of it on every rank, as in the paper, or with sequence parallelism 1/t
     """
     t = whole("tp", tp, at_least=1)
+    standard(model, batch)
     choice("recompute", recompute, ("none", "selective", "full"))
-    sbh = model.seq_len * whole("batch", batch, at_least=1) * model.hidden
+    sbh = model.seq_len * batch * model.hidden
     if recompute == "full":
         return Fraction(2 * sbh, t if sequence_parallel else 1)
     factor = Fraction(34, t) if sequence_parallel else 10 + Fraction(24, t)

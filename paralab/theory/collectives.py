@@ -10,7 +10,7 @@ CS-2") a message of x bytes takes alpha + beta x seconds. With n members and a t
     tree_all_reduce        2 ceil(log2 n) (alpha + beta S)   S for each neighbour in the tree
 
 A hierarchical all-reduce consists of two rings: one over the g members of a node, and one over the
-n/g nodes, which sends S/g bytes over the link between them.
+n/g nodes, which sums S/g bytes: each member sends 2 (1 - g/n) S/g of them to another node.
 
 The ring's bytes are the lower bound of Patarasuk & Yuan (2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", theorem 1). Thakur, Rabenseifner & Gropp (2005,

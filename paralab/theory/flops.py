@@ -19,14 +19,8 @@ from paralab.spec import ModelSpec
 
 
 def block_flops(model: ModelSpec, batch: int) -> int:
-    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h)).
-
-    Raises ValueError for a block of the user's own, for which there is no formula.
-    """
-    _check(model, batch)
-    if model.block is not None:
-        why = "the formula counts the standard block only, not a block of your own"
-        raise illegal("block", model.block, why, "a ModelSpec with block=None")
+    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h))."""
+    standard(model, batch)
     s, h = model.seq_len, model.hidden
     return 24 * batch * s * h * h + 4 * batch * s * s * h
 
@@ -40,6 +34,14 @@ def head_flops(model: ModelSpec, batch: int) -> int:
 def forward_flops(model: ModelSpec, batch: int) -> int:
     """Forward FLOPs of the whole model on ``batch`` samples; backward is twice as many."""
     return block_flops(model, batch) * model.layers + head_flops(model, batch)
+
+
+def standard(model: ModelSpec, batch: int) -> None:
+    """Raise ValueError for a block of the user's own, for which there is no formula."""
+    _check(model, batch)
+    if model.block is not None:
+        why = "the formula counts the standard block only, not a block of your own"
+        raise illegal("block", model.block, why, "a ModelSpec with block=None")
 
 
 def _check(model: ModelSpec, batch: int) -> None:

@@ -7,7 +7,8 @@ result that it needs has arrived (theory/order.py). The bubble is
 
 as defined in the Zero Bubble paper (Qi+ 2023, arXiv:2401.10241, sec. 5.3). The makespan in place of
 ``cost`` would overstate it: with ZB-H2 the ranks neither start nor end together. From that paper's
-Table 6 the simulation gives the bubble rates of its Table 5. Labs 03 and 04.
+Table 6 the simulation gives its Table 5's bubble rates of 1F1B, ZB-H1 and ZB-H2 (of 1F1B-I higher
+ones: `papers.errata`). Labs 03 and 04.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paralab.checks import choice, count_of, illegal, real, whole
-from paralab.parallel.schedules import SCHEDULES, Action
+from paralab.checks import choice, count_of, illegal, real
+from paralab.parallel.schedules import SCHEDULES, Action, checked_sizes
 from paralab.theory.order import B, F, I, Order, W
 from paralab.theory.schedule_check import checked, peak_live, timed
 
@@ -224,11 +225,10 @@ def bubble_formula(
              `simulate`, a whole backward is B + W. Only their ratios matter.
 
     With the idle seconds of `idle_seconds`, the share is idle / (idle + m (F + B + W)); a negative
-    idle time counts as zero.
+    idle time counts as zero. Raises ValueError if the schedule does not exist for these sizes.
     """
     choice("name", name, tuple(SCHEDULES))
-    p, m = whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)
-    v = whole("virtual_stages", virtual_stages, at_least=1)
+    p, m, v = checked_sizes(name, pp, microbatches, virtual_stages)
     F, B, W = (real(name, t, at_least=0.0) for name, t in {"F": F, "B": B, "W": W}.items())
     work = F + B + W
     halves, filling = (p - 1) * W, (p - 1) * min(F, W)

@@ -9,10 +9,10 @@ step:
     seconds for T tokens         T F / (B s) / (n X)            exact
                                  8 T P / (n X)                  PTD-P, eq. 4
 
-PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. Model
-FLOPs utilisation is PaLM's (Chowdhery+ 2022, arXiv:2204.02311, app. B), which counts
-6 P + 12 l h s FLOPs per token; paralab counts those of the matrix products. Korthikanti+ 2022
-(arXiv:2205.05198, sec. 6.3) added hardware FLOPs utilisation; their eq. 8 is
+PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. PaLM
+(Chowdhery+ 2022, arXiv:2204.02311) defines model FLOPs utilisation (app. B), in place of the older
+hardware FLOPs utilisation, and counts 6 P + 12 l h s FLOPs per token; paralab counts those of the
+matrix products. Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) print both; their eq. 8 is
 `printed_selective_flops`. Both are for a whole step, from the first forward to the end of the
 update, so bubbles, messages and the optimizer lower them.
 """
