@@ -130,7 +130,8 @@ def observe_under_torchrun(
     check_part(folder)
     from paralab.ranks.torchrun import torchrun_context
 
-    return functools.partial(_observe_rank, torchrun_context(), script, args, folder, checked)
+    place = os.path.abspath(folder)  # the script may change the current folder
+    return functools.partial(_observe_rank, torchrun_context(), script, args, place, checked)
 
 
 def _observe_rank(
