@@ -59,6 +59,14 @@ def compiled_around_ddp():
     return trained(torch.compile(ddp(layers(3, 512)), backend="eager"), 512)
 
 
+def compiled_update():
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    traced = torch.compiler.disable(update.step)  # or else it takes seconds to compile
+    update.step = torch.compile(lambda: traced(), backend="eager")
+    return trained(model, 256, update=update)
+
+
 def sparse_sums():
     return trained(ddp(nn.EmbeddingBag(1000, 32, sparse=True)), torch.arange(40).view(8, 5))
 
@@ -70,6 +78,12 @@ def sparse_sums():
 def test_programs_that_look_closely_at_torch_run_as_without(fn, memory_steps, capfd):
     assert seen(fn, memory_steps=memory_steps).results == pl.launch(fn, 2)
     assert "recompile_limit" not in "".join(capfd.readouterr())
+
+
+def test_bytes_are_counted_until_a_compiled_update_has_ended():
+    """The counting cannot end within it; it did, and torch asked to report a bug to PyTorch."""
+    report = seen(compiled_update, 1, memory_steps=1)
+    assert set(report.memory["step"]) == {0} and len(report.losses) == 3
 
 
 def test_sparse_gradients_are_gathered_as_without():
