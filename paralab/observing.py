@@ -79,7 +79,8 @@ def observe(
                   without the ledger. The default is 2, as optimizers make their states at the end
                   of the first step. While the ledger counts, torch.compile compiles nothing (with
                   fullgraph=True it refuses), and torch.func refuses to work. What torch.compile
-                  skips it compiles in the step after; with 0 both work from the first step on
+                  skips it compiles in the step after, or never where a compiled function holds
+                  whole steps, as the ledger stays on; with 0 both work from the first step on
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The program chooses its device, and ``report.meta["device"]`` says which: times and bytes are a
@@ -130,7 +131,8 @@ def observe_under_torchrun(
     check_part(folder)
     from paralab.ranks.torchrun import torchrun_context
 
-    return functools.partial(_observe_rank, torchrun_context(), script, args, folder, checked)
+    place = os.path.abspath(folder)  # the script may change the current folder
+    return functools.partial(_observe_rank, torchrun_context(), script, args, place, checked)
 
 
 def _observe_rank(

@@ -309,21 +309,30 @@ def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps)
         assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
 
 
-def loads_its_states():
+def loads_its_states(evaluates):
     """To have states that it can load, torch.distributed.checkpoint makes the optimizer step."""
+
+    def closure():
+        optimizer.zero_grad()
+        (loss := model(torch.ones(8, 64)).square().mean()).backward()
+        return loss
+
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for state in get_optimizer_state_dict(model, optimizer)["state"].values():
         dist.broadcast(state["exp_avg"], 0)
+    if evaluates:
+        return [optimizer.step(closure).item() for _ in range(3)]
     return trained(model, 64, update=optimizer)
 
 
-@pytest.mark.parametrize("memory_steps", [0, 1, 2])
-def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps):
-    report = pl.observe(loads_its_states, 2, memory_steps=memory_steps)
+@pytest.mark.parametrize("memory_steps, evaluates", [(0, 0), (1, 0), (2, 0), (1, 1)])
+def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps, evaluates):
+    report = pl.observe(loads_its_states, 2, (evaluates,), memory_steps=memory_steps)
     assert report.steps["step"].tolist() == [0, 1, 2] * 2 and len(report.losses) == 3
+    assert set(report.spans.query("kind == 'optimizer'")["step"]) == {0, 1, 2}
     assert report.collectives["phase"].tolist() == ["setup"] * 4
     assert set(report.memory["step"]) == set(range(memory_steps))
     if memory_steps:
@@ -609,7 +618,8 @@ def torchrun(*words):
 
 def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, capsys):
     """With interpreters of their own they run in test_torchrun.py."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train.py").write_text("import os\nos.chdir('elsewhere')" + SCRIPT)
     monkeypatch.chdir(tmp_path)
     assert pl.launch(torchrun, 1, ("observe", "train.py", "4", "0")) == [{0: 0, 1: 0}]
     report = pl.load(tmp_path / "parts")

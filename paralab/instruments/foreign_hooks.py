@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -73,6 +74,14 @@ def compile_again() -> bool:
     met = [code for reference in input_codes.seen if (code := reference()) is not None]
     _set_compiler_action("DEFAULT", *met)
     return bool(met)
+
+
+def within_compiled() -> bool:
+    """Whether this is in a call of a function of torch.compile. At its end torch says again that
+    there is a dispatch mode, if one was there at its beginning.
+    """
+    frames = (frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
+    return "torch._dynamo" in sys.modules and "compile_wrapper" in frames
 
 
 def _set_compiler_action(action: str, *codes: Any) -> None:

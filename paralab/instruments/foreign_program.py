@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paralab.instruments.foreign_calls import Calls
-from paralab.instruments.foreign_hooks import compile_again
+from paralab.instruments.foreign_hooks import compile_again, within_compiled
 from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
@@ -150,6 +150,8 @@ class Program:
         if not self.started:
             self.recorder.leave()
             self.recorder.drop_step("comm")
+        if self.step >= self.memory_steps:
+            self.close_ledger()
         self.in_step = self.started = True
         self.recorder.begin_step(self.step, waits=False)
         self.recorder.enter("compute")
@@ -184,14 +186,22 @@ class Program:
 
     def was_setup(self) -> None:
         """The first step, which had no forward or backward, belongs to the setup: an optimizer made
-        its states by it, as where torch.distributed.checkpoint loads them.
+        its states by it, as where torch.distributed.checkpoint loads them. The second one may lie
+        open, and evaluate a closure.
         """
+        if self.inside:
+            self.recorder.leave()
         self.go_on()
         self.in_step = self.started = False
+        self.begin()
+        if self.inside:
+            self.recorder.enter("optimizer")
 
     def close_ledger(self) -> None:
-        """Turn the ledger off, unless the program has entered a mode or hooks of its own since."""
-        if self.recorder.ledger is not None and self.ledger.on_top:
+        """Turn the ledger off, unless the program has entered a mode or hooks of its own since, or
+        is in a compiled function: then when the next step begins, or later.
+        """
+        if self.recorder.ledger is not None and self.ledger.on_top and not within_compiled():
             self.ledger.__exit__(None, None, None)
             self.about["compiles"] |= compile_again()
 

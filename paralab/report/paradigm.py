@@ -89,12 +89,19 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         name += "gathered"
     else:
         name = "sharded gradients (ZeRO-2)"
+    roots = rows["peer"][rows["op"].eq("broadcast") & rows["phase"].isin(REDUCING)].unique()
     for op in updates:
+        of_one = op == "broadcast" and len(roots) == 1  # copies, if every rank updates all
+        to_one = of_one and name.endswith("(ZeRO-2)")
         behind = payload[op, "data"] / psi  # between the optimizer's step and the next forward
-        redistributed = payload[op, "optimizer"] / psi + behind * (whole_number(behind) == 1)
+        behind *= whole_number(behind) == 1 and (to_one or not of_one)
+        redistributed = payload[op, "optimizer"] / psi + behind
         if redistributed > NEAR:
             verb = op.removeprefix("all_") + "s"
             name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
+            if to_one:
+                name = f"gradients reduced to rank {roots[0]}, which broadcasts their sum or the "
+                name += "updated parameters"
             factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
     average = " on average" * ("broadcasts" in name)
