@@ -116,7 +116,7 @@ TURN = [
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
       "; between the products X goes left and W down, or X right and W ")),
     (cannon(("(0, left", "(1, left"), ("(1, up", "(0, up")), {"Y"},
-     "; X is moved upwards and W to the left, required: X to the left and W upwards"),
+     "; X went along the columns and W along the rows"),
     (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
     (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},

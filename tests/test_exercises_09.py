@@ -101,7 +101,8 @@ WRONG = [
     (adam((NEXT, "")), {WEIGHTS},
      ("after step 1 embedding.token.weight differs in 6,827 ", OTHERS_PLACE)),
     (adam(*EACH_MAPPED, ('"r+", 4 * at', '"r+", at')), {WEIGHTS},  # NaN and infinite numbers
-     "; the root of a negative v is NaN: v was read from where something else is stored"),
+     "; the root of a negative number is NaN, as when v is read from another number's place"),
+    (adam(("v.sqrt()", "m.sqrt()")), {WEIGHTS}, "; the root of a negative number is NaN, as "),
     (Misspelt, {WEIGHTS}, "raised NotImplementedError"),
 ]  # fmt: skip
 RIGHT = [

@@ -16,7 +16,7 @@ from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, np, torch
 from paralab.exercises.questions import kind_of
-from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, products, wrong_block
+from paralab.exercises.summa import CROSS, SCALARS, SHAPES, blocks, grid_name, products, wrong_block
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
@@ -159,8 +159,8 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
     mistakes = {
         "nothing was moved: it is the product of the rank's own blocks": products(0, 0, steps=1),
         "the last of the q products is missing": products(steps=q - 1),
-        "X is moved upwards and W to the left, required: X to the left and W upwards": [
-            sum(x[at % q, j] @ w[i, at % q] for at in range(i + j, i + j + q))
+        CROSS: [
+            sum(x[a, j] @ w[i, a] for a in range(q))
             for i, j in (divmod(rank, q) for rank in range(q * q))
         ],
         **{words: products(*signs) for words, signs in MISTAKES.items()},

@@ -81,17 +81,18 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
         yield "in bf16 the master weights belong to the optimizer, 4 Ψ more", 8 * part + 4 * units
         yield "only 16-bit training has master weights", 12 * part + 4 * units
     kept = f"the {state}: every rank keeps"
-    if stage and not shared:
-        yield f"stage {stage} does not shard {kept} all n parts", width * -(-psi // n)
     if shared:
         counts = 4 * units * (state == "optimizer")
         for whole in (psi, -(-psi // n) * n, (right - counts) // width * n):
-            yield f"stage {stage} shards {kept} an n-th", width * whole + counts
-    if shared or stage:
+            for more in (0, counts):
+                yield f"stage {stage} shards {kept} an n-th", width * whole + more
         yield "that is not padded to n equal parts", width * psi / n
         yield "that is not padded to n equal parts", width * psi // n
-        yield "that is not padded: Ψ is rounded up to n parts", width * psi
         yield "the model is padded once, but every unit is padded by itself", width * -(-psi // n)
+    elif stage:
+        for part in (psi / n, psi // n, -(-psi // n)):
+            yield f"stage {stage} does not shard {kept} all n parts", width * part
+        yield "that is not padded: Ψ is rounded up to n parts", width * psi
     for short in range(1, units + 1) if stage else ():  # units whose size n does not divide
         less = right - width * short * (1 if shared else n)
         yield "parts are rounded down, and padding rounds them up", less

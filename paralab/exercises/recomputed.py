@@ -142,8 +142,9 @@ def _step(
             losses.pop(0).backward()
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
     if missing:
-        said = f"after backward {missing[0]} has no gradient: "
-        raise ValueError(f"{said}what backward returns reaches only the arguments of forward")
+        why = "what backward returns reaches only the arguments of forward"
+        why = why if "blocks" in missing[0] else "none arrives at x"
+        raise ValueError(f"after backward {missing[0]} has no gradient: {why}")
     named = reversed(list(gpt.named_parameters()))  # in the order of backward
     return {
         "gradients": {name: watched.array(p.grad) for name, p in named},

@@ -150,7 +150,7 @@ def _mistakes(
 ) -> Iterator[tuple[str, Any]]:
     """(words, the parameter after the step) of known mistakes in the states of AdamW."""
     if np.isnan(yours[name]).any():
-        said = "the root of a negative v is NaN: v was read from where something else is stored"
+        said = "the root of a negative number is NaN, as when v is read from another number's place"
         yield said, yours[name]
         return
     yield "it is as it was before the step", first[name]

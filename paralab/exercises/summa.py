@@ -28,6 +28,7 @@ SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
 SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
+CROSS = "X went along the columns and W along the rows"
 OVERWRITTEN = "; forward overwrites its x or w, which later steps need: in step l only member l of "
 OVERWRITTEN += "a group may broadcast its own block, and the others receive into an empty one"
 EMPTY = "an empty block is in it, as when it is read before its wait(), or when its sender "
@@ -143,7 +144,7 @@ def wrong_block(
         empty = (EMPTY, np.full_like(right[rank], np.nan))
         if name == "y":
             swapped = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [("X went along the columns and W along the rows", swapped), empty]
+            return [(CROSS, swapped), empty]
         lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
         swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
         addends = [dy[i, j] @ w[a, j].T for a in range(q)]

@@ -122,6 +122,8 @@ def _wrong(outcome: Outcome, limit: str) -> str:
         if -np.inf in outcome[LOSS]:
             why = "exp(z - m) is 0 for all logits of a token: m has to be this token's maximum, "
             why += "over all ranks"
+        elif limit == LOSS and not _wrong(outcome, GRADIENT):
+            why = "a rank without the target adds log(0) or -inf, and has to add 0"
         return f"the {limit} is infinite or NaN: {why}"
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
@@ -133,7 +135,7 @@ def _known_losses(
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
     local = targets[:, None] - width * np.arange(t)  # (n, t)
     read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
-    modulo = z[np.arange(TOKENS), :, targets % width].sum(1)
+    all_read = read.sum(1), z[np.arange(TOKENS), :, targets % width].sum(1)
 
     def taken(low: int, high: int) -> np.ndarray:
         """The sum of the target's logits of the ranks in whose part it is, from low to high."""
@@ -145,18 +147,17 @@ def _known_losses(
     own_exp = np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
     owners = maxima[np.arange(TOKENS), targets // width]  # the maximum of the target's rank
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
-    all_read, own_target = whole - read.sum(1), target * (targets // width == rank)
+    doubled, own_target = whole + largest - target, target * (targets // width == rank)
+    another = "ranks without the target contribute another logit"
     mistakes = [  # the same words twice: a maximum is added back, or the target has it subtracted
         ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
-        ("the maximum is added, and the target's logit is without it", whole + largest - target),
+        ("the maximum is added twice, or subtracted from the target's logit too", doubled),
         ("the target's logit is added, not subtracted", whole + target),
         ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
         ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        ("ranks without the target contribute another logit", all_read),
-        ("ranks without the target contribute another logit", all_read + (t - 1) * largest),
-        ("ranks without the target contribute another logit", whole - modulo),
+        *((another, whole - one + n * largest) for one in all_read for n in (0, t - 1)),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):
