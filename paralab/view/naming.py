@@ -151,6 +151,9 @@ def common(subjects: list[str]) -> list[str]:
 def settings_apart(reports: Sequence[Tables]) -> list[str]:
     """The settings of model and plan that differ, as "recompute=full"; "" if none does."""
     every = [{**(r.model and r.model.to_dict() or {}), **r.plan.to_dict()} for r in reports]
+    for one in every:
+        if isinstance(places := one["offload"], dict):  # as it was given, without the defaults
+            one["offload"] = {k: v for k, v in places.items() if v and v != "device"}
     names = [name for name in every[0] if any(one.get(name) != every[0][name] for one in every)]
     return [", ".join(f"{name}={one.get(name)}" for name in names) for one in every]
 
