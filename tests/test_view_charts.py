@@ -387,6 +387,9 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     plans = [Plan(dp=2, zero_stage=1, offload=offload) for offload in moved]
     found = naming.apart([dataclasses.replace(fast, plan=plan) for plan in plans])
     assert found == [f"offload={offload}" for offload in moved]
+    plans = [Plan(dp=2), Plan(dp=2, recompute="full"), Plan(dp=4)]  # of which two have one name
+    found = naming.apart([dataclasses.replace(fast, plan=plan) for plan in plans])
+    assert found == ["dp=2, recompute=none", "dp=2, recompute=full", "dp=4, recompute=none"]
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():

@@ -166,8 +166,8 @@ def apart(reports: Sequence[Tables]) -> list[str]:
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
     # A plan's name does not say all of its settings.
-    alike = [settings_apart(reports), clocks] if len(set(subjects)) == 1 else []
-    for names in (*alike, subjects, both):
+    settings = [settings_apart(reports)] * (len(set(subjects)) < len(reports))
+    for names in (*settings, *[clocks] * (len(set(subjects)) == 1), subjects, both):
         if any(names) and len(set(names)) == len(reports):
             return names
     return [f"{i}: {name}" for i, name in enumerate(both, 1)]
