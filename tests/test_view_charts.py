@@ -23,7 +23,7 @@ from paralab.observing import _Seen
 from paralab.report.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.page import page
 from processes import printed
@@ -383,6 +383,13 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     whole = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(recompute="full"))
     said = view.timelines(fast, whole).finding
     assert said.startswith("recompute=none takes") and "; recompute=full takes" in said
+    moved = [{"optimizer": "cpu"}, {"optimizer": "cpu", "cached": True}]  # as one writes them
+    plans = [Plan(dp=2, zero_stage=1, offload=offload) for offload in moved]
+    found = naming.apart([dataclasses.replace(fast, plan=plan) for plan in plans])
+    assert found == [f"offload={offload}" for offload in moved]
+    plans = [Plan(dp=2), Plan(dp=2, recompute="full"), Plan(dp=4)]  # of which two have one name
+    found = naming.apart([dataclasses.replace(fast, plan=plan) for plan in plans])
+    assert found == ["dp=2, recompute=none", "dp=2, recompute=full", "dp=4, recompute=none"]
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():

@@ -179,6 +179,12 @@ def test_a_limit_is_a_line_and_a_device_far_larger_is_not(two):
     full = dataclasses.replace(two, cluster=CLUSTER.replace(name="full", memory=peak // 2))
     said = [n for n in full.memory_chart().layout.annotations if "cluster full" in n.text]
     assert [n.bgcolor for n in said] == [theme.look().paper] * 2  # it stands on dark areas
+    run = predicted(pl.Plan(pp=2, microbatches=8))
+    just = CLUSTER.replace(memory=int(1.05 * run.peak_memory))
+    chart = dataclasses.replace(run, cluster=just).memory_chart(rank=0)
+    notes, end = chart.layout.annotations, chart.layout.xaxis.range[1]
+    [limit], [peak] = ([n for n in notes if word in n.text] for word in ("a device of", "<b>peak"))
+    assert limit.x == (peak.x <= end / 2), "and away from the peak, whose label it would cover"
 
 
 def test_thousands_of_samples_are_thinned_and_every_peak_stays():
@@ -236,6 +242,10 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert [s.y0 for s in dots] == [peaks["plain"] / 1e6] * 3
     named = [note.x for note in chart.layout.annotations if note.text == "peak of plain"]
     assert named == [1] * 3  # away from the runs' own peaks
+    near = CLUSTER.replace(memory=int(1.03 * peaks["plain"]))  # its word is there too, above
+    held = {label: dataclasses.replace(report, cluster=near) for label, report in runs.items()}
+    notes = view.memory_charts(held).layout.annotations
+    assert {note.yanchor for note in notes if note.text == "peak of plain"} == {"top"}
     assert chart.finding.startswith(f"“ZeRO-3” needs {theme.scaled(peaks['ZeRO-3'], 'B')} at its")
     assert chart.layout.xaxis.title.text == "share of the step (%)"
     ends = {round(t.x[-1]) for traces in areas(chart).values() for t in traces}

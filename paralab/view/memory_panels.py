@@ -111,9 +111,11 @@ def drawn(
             at = {"dash": "dot", "width": 1.5, "yref": panel}
             shapes.append(line((0, width), (first, first), **at, **faint))
             right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
-            at = {"axes": ("paper", panel), "anchor": "right bottom" if right else "left bottom"}
-            text = f"peak of {theme.text(against)}"
-            notes.append(note(text, int(right), first, size=12, above=True, **at, **faint))
+            under = any(n >= shown[0].peak for n in limits(curve, scales.peak).values())
+            anchor = f"{'right' if right else 'left'} {'top' if under else 'bottom'}"
+            at, text = ("paper", panel), f"peak of {theme.text(against)}"
+            more = {"size": 12, "anchor": anchor, "axes": at, "above": True, **faint}
+            notes.append(note(text, int(right), first, **more))
         if heads[i]:
             at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
@@ -177,7 +179,8 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     for label, size in (limits(curve, scales.peak) | curve.reserved).items():
-        height, right = size / per, label != "allocated"
+        height = size / per  # a device's word is away from the peak, whose own it might cover
+        right = label != "allocated" if label in curve.reserved else x <= scales.width / 2
         dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
         at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}

@@ -151,6 +151,9 @@ def common(subjects: list[str]) -> list[str]:
 def settings_apart(reports: Sequence[Tables]) -> list[str]:
     """The settings of model and plan that differ, as "recompute=full"; "" if none does."""
     every = [{**(r.model and r.model.to_dict() or {}), **r.plan.to_dict()} for r in reports]
+    for one in every:
+        if isinstance(places := one["offload"], dict):  # as it was given, without the defaults
+            one["offload"] = {k: v for k, v in places.items() if v and v != "device"}
     names = [name for name in every[0] if any(one.get(name) != every[0][name] for one in every)]
     return [", ".join(f"{name}={one.get(name)}" for name in names) for one in every]
 
@@ -163,8 +166,8 @@ def apart(reports: Sequence[Tables]) -> list[str]:
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
     # A plan's name does not say all of its settings.
-    alike = [settings_apart(reports), clocks] if len(set(subjects)) == 1 else []
-    for names in (*alike, subjects, both):
+    settings = [settings_apart(reports)] * (len(set(subjects)) < len(reports))
+    for names in (*settings, *[clocks] * (len(set(subjects)) == 1), subjects, both):
         if any(names) and len(set(names)) == len(reports):
             return names
     return [f"{i}: {name}" for i, name in enumerate(both, 1)]
