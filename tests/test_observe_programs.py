@@ -238,6 +238,16 @@ def unequal_steps():
     model = ddp(layers(1))
     with Join([model]):
         trained(model, 256, steps=3 if dist.get_rank() == 0 else 6)
+    return [1.0] * 3 if dist.get_rank() == 0 else [2.0] * 6
+
+
+def plays_in_turn():
+    """A generator and its critic: each has a backward and an update in every step."""
+    players = ddp(layers(1)), ddp(layers(1))
+    for _ in range(3):
+        for player in players:
+            trained(player, 256, steps=1)
+        pl.step()
 
 
 def beside_ddp(what):
@@ -622,6 +632,15 @@ def masters():
             master.grad, parameter.grad = parameter.grad.float(), None
         update.step()
         update.zero_grad()
+def test_losses_of_a_step_are_averaged_over_the_ranks_that_have_it():
+    assert reports(2)[unequal_steps,].losses == [1.5] * 3 + [2.0] * 3
+
+
+def test_backwards_with_updates_between_them_are_no_micro_batches():
+    said = seen(plays_in_turn, steps="marked").explain()[TIMES]
+    assert said == TWO[:-1] + ", with an optimizer's step between them."
+
+
         with torch.no_grad():
             for master, parameter in zip(own, model.parameters(), strict=True):
                 parameter.copy_(master)

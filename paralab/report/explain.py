@@ -228,6 +228,8 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
     if made_of(report, "closures", rank):
         return f"{text}, which has {passes}, with those of a closure that the optimizer evaluates."
+    if _updates_between(report, rank):
+        return f"{text}, which has {passes}, with an optimizer's step between them."
     if m == 1 or reducing != m:
         return f"{text}, which has {passes}."
     return (
@@ -235,6 +237,17 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
         "(no_sync, or set_requires_gradient_sync(False), in all but the last) would send 1/"
         f"{m:.3g} of that, and would hold unsharded gradients until the last backward."
     )
+
+
+def _updates_between(report: Tables, rank: int) -> bool:
+    """Whether an optimizer steps before the last backward of a step begins. Then the backwards are
+    no micro-batches, but of a generator and its critic, say, or of a step marked once per epoch.
+    """
+    spans = report.spans[report.spans["rank"].eq(rank)]
+    spans = spans[spans["step"].isin(facts.measured_steps(report))]
+    begin = spans.groupby(["step", "kind", "microbatch"])["id"].min()
+    last = begin.groupby(["step", "kind"]).max().unstack()  # its kinds are columns
+    return "optimizer" in last and bool((last["optimizer"] < last["backward"]).any())
 
 
 # ---- memory -------------------------------------------------------------------------------------
