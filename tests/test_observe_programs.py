@@ -689,6 +689,17 @@ def test_what_a_stage_has_received_is_an_activation_and_its_gradient_none_of_a_p
 def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_saves_them():
     report = seen(plain_weights, 1, memory_steps=2)
     [size], most = report.results, most_of(report, 1)
+def infers():
+    with torch.no_grad():
+        layers(1)(torch.ones(1, 256))
+
+
+def test_the_parameters_are_known_when_the_first_forward_begins():
+    held = seen(infers, 1, memory_steps=1).memory
+    begin = held[held["time"] == held["time"].min()].set_index("category")["bytes"]
+    assert begin["parameters"] == 4 * (256 * 256 + 256) and begin["other"] == 4 * 256
+
+
     assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
 
 
