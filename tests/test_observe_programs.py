@@ -361,6 +361,17 @@ def gathered_again_in_pairs():
     trained(sharded(layers(3), reshard_after_forward=2), 256)
 
 
+def saves_the_whole_model():
+    """After the second of three measured steps, with the tensors gathered."""
+    model, turns = sharded(layers(3, bias=False)), iter(range(4))
+
+    def behind():
+        if next(turns) == 2:
+            [weight.full_tensor() for weight in model.parameters()]
+
+    trained(model, 256, steps=4, behind=behind)
+
+
 def fsdp(reshard):
     model = nn.Sequential(*layers(3, 512), nn.Linear(512, 3))
     sharded(model[:3], reshard_after_forward=reshard)
@@ -582,9 +593,13 @@ SAID = {
     (fsdp, False): (2, {
         FORM: ("FSDP, ZeRO-3", "kept for backward", ": 2 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
-    (two_layers_frozen,): (2, {FORM: ("(n−1)/n times 0.526 MB of frozen parameters",)}),
+    (saves_the_whole_model,): (2, {FORM: (
+        "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
+        "0.131 MB of other traffic")}),
+    (two_layers_frozen,): (2, {FORM: (
+        "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     (the_first_fsdp,): (2, {FORM: ("so Ψ is not known",), TIMES: None}),
-    (sums_a_statistic,): (2, {TIMES: None}),
+    (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),
         FORM: ("sums outside the backward in 2 of 10 steps, as local SGD averages",
@@ -617,6 +632,15 @@ def test_a_size_is_written_with_three_digits_in_its_unit():
     assert mb(2.49e15) == "2,490,000 GB"
 
 
+def test_losses_of_a_step_are_averaged_over_the_ranks_that_have_it():
+    assert reports(2)[unequal_steps,].losses == [1.5] * 3 + [2.0] * 3
+
+
+def test_backwards_with_updates_between_them_are_no_micro_batches():
+    said = seen(plays_in_turn, steps="marked").explain()[TIMES]
+    assert said == TWO[:-1] + ", with an optimizer's step between them."
+
+
 def test_what_is_summed_in_some_steps_only_takes_time_and_bytes():
     of = reports(2)[averages_seldom,].summary()["value"]
     assert of["communication in flight"] > 0 and of["sent per rank and step"] > 0
@@ -632,15 +656,6 @@ def masters():
             master.grad, parameter.grad = parameter.grad.float(), None
         update.step()
         update.zero_grad()
-def test_losses_of_a_step_are_averaged_over_the_ranks_that_have_it():
-    assert reports(2)[unequal_steps,].losses == [1.5] * 3 + [2.0] * 3
-
-
-def test_backwards_with_updates_between_them_are_no_micro_batches():
-    said = seen(plays_in_turn, steps="marked").explain()[TIMES]
-    assert said == TWO[:-1] + ", with an optimizer's step between them."
-
-
         with torch.no_grad():
             for master, parameter in zip(own, model.parameters(), strict=True):
                 parameter.copy_(master)
@@ -674,6 +689,17 @@ def plain_weights():
     return sum(weight.nbytes for weight in made)
 
 
+def infers():
+    with torch.no_grad():
+        layers(1)(torch.ones(1, 256))
+
+
+def test_the_parameters_are_known_when_the_first_forward_begins():
+    held = seen(infers, 1, memory_steps=1).memory
+    begin = held[held["time"] == held["time"].min()].set_index("category")["bytes"]
+    assert begin["parameters"] == 4 * (256 * 256 + 256) and begin["other"] == 4 * 256
+
+
 def most_of(report, step):
     held = report.memory[(report.memory["step"] == step) & (report.memory["tier"] == "device")]
     return Counter(held.groupby("category")["bytes"].max().to_dict())
@@ -689,17 +715,6 @@ def test_what_a_stage_has_received_is_an_activation_and_its_gradient_none_of_a_p
 def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_saves_them():
     report = seen(plain_weights, 1, memory_steps=2)
     [size], most = report.results, most_of(report, 1)
-def infers():
-    with torch.no_grad():
-        layers(1)(torch.ones(1, 256))
-
-
-def test_the_parameters_are_known_when_the_first_forward_begins():
-    held = seen(infers, 1, memory_steps=1).memory
-    begin = held[held["time"] == held["time"].min()].set_index("category")["bytes"]
-    assert begin["parameters"] == 4 * (256 * 256 + 256) and begin["other"] == 4 * 256
-
-
     assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
 
 

@@ -72,6 +72,8 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         phase: payload["all_gather", phase] / (psi + frozen) for phase in ("forward", *REDUCING)
     }
     sharded = "FSDPModule" in made_of(report, "modules", rank)
+    outside = rows[rows["op"].eq("all_gather") & rows["phase"].eq("data")]
+    unsharded = sharded and outside["step"].nunique() == steps  # ``model.unshard()``, no checkpoint
     if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
@@ -79,7 +81,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     gathered, factor, pass_gathers, updates = 0.0, scattered, (), ("broadcast",)
     if all_reduced >= scattered:
         factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
-    elif for_forward := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
+    elif for_forward := gathers["forward"] + unsharded * gathers["data"]:
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
         pass_gathers = for_forward, gathers["backward"]
@@ -109,13 +111,14 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     elif not whole_number(times) or (reducing and not whole_number(times / reducing)):
         text += "; this is not a whole multiple of Ψ"
         text += f" for each of {reducing:.3g} backward passes" * (reducing > 1)
-        text += ": unused parameters, messages in fewer bits, or shards in place of whole "
-        text += "gradients send less"
+        text += ": unused or local parameters (experts, say), messages in fewer bits, or shards in "
+        text += "place of whole gradients send less"
     if m and any(times and not whole_number(times / m) for times in pass_gathers):
         text += "; the parameters that are gathered for a forward or a backward are not Ψ bytes: "
         text += "they have fewer bits, or some of them are kept"
     if frozen and gathered:
         text += f"; in addition, {gathered:.3g} (n−1)/n times {mb(frozen)} of frozen parameters"
+        text += ", if these are gathered as often"
     surplus = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
     if surplus:
         text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"
