@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad
@@ -512,6 +513,25 @@ def averages_seldom():
             dist.all_reduce(model[0].weight.data)
 
 
+def sums_seldom():
+    """Local steps in DistributedDataParallel: every second one reduces no gradients."""
+    model = ddp(layers(1, bias=False))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        model.require_backward_grad_sync = step % 2 == 0
+        trained(model, 256, update=update, steps=1)
+
+
+def exchanges():
+    """Equal parts, whose sizes torch's function states."""
+    x = torch.ones(256, requires_grad=True)
+    trained(
+        lambda y: all_to_all_single_autograd(x * y, None, None, dist.group.WORLD),
+        256,
+        update=torch.optim.SGD([x], 0.1),
+    )
+
+
 def sends_seldom():
     turns = iter(range(4))
 
@@ -605,7 +625,11 @@ SAID = {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),
         FORM: ("sums outside the backward in 2 of 10 steps, as local SGD averages",
                "2 (n−1)/n Ψ = 0.262 MB per rank"), TIMES: None}),
-    (sends_seldom,): (2, {FORM: ("messages per step: 0→1 (0.33);",), TIMES: None}),
+    (sums_seldom,): (2, {TIMES: ("0.5 times Ψ is reduced per step",), FORM: (
+        "all-reduced; in the 2 of 4 steps that reduce gradients: 2 (n−1)/n Ψ = 0.262 MB",)}),
+    (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); they make up all-to-alls",)}),
+    (sends_seldom,): (2, {
+        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),

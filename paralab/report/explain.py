@@ -137,13 +137,18 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if of_reduce.any():
         text = "gloo's reduce is a reduce-scatter whose parts are then sent to the root"
         axes_of[text] = sorted(set(sends["axis"][of_reduce]))
+    received = set(calls["span"][calls["op"] == "recv"])  # with a send: in one all-to-all
     for axis, rows in sends[~of_reduce].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
-        like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
-        axes_of.setdefault(f"messages per step: {messages}; it may be {like}", []).append(axis)
+        like = "it may be a pipeline, a ring made by hand, a gather, or an exchange of unequal "
+        like += "parts"
+        if rows["span"].isin(received).all():
+            like = "they make up all-to-alls whose sizes the program states, perhaps an exchange "
+            like += "of unequal parts"
+        axes_of.setdefault(f"messages per step: {messages}; {like}", []).append(axis)
     lines = []
     for description, axes in axes_of.items():
         lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {description}")

@@ -58,9 +58,12 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         return ACTIVATIONS
     sums = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(REDUCING)]
     summed, name = sums["step"].nunique(), "data parallelism, gradients all-reduced"
-    if 0 < summed < steps and not sums["phase"].eq("backward").any():
-        name = f"sums outside the backward in {summed} of {steps} steps, as local SGD averages "
-        name += "parameters; in such a step"
+    seldom = ""
+    if 0 < summed < steps:
+        seldom = f"; in the {summed} of {steps} steps that reduce gradients"
+        if not sums["phase"].eq("backward").any():
+            name = f"sums outside the backward in {summed} of {steps} steps, as local SGD averages "
+            name, seldom = name + "parameters", "; in such a step"
         rows, steps = rows[rows["step"].isin(sums["step"])], summed
     # Payload bytes per step; the ratios below are multiples of Ψ.
     payload = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
@@ -100,9 +103,10 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
             factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
     average = " on average" * ("broadcasts" in name)
-    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
+    text = f"{name}{seldom}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
     text += f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
+    reducing *= steps_of(report, rank) / steps
     times = max(all_reduced, scattered)
     if 2 * times < reducing * (1 - NEAR):  # less than messages in half the bits
         part = f"{mb(times / reducing * psi)} of {mb(psi)}, unless gradients are compressed or"
