@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad
@@ -181,6 +182,7 @@ def test_what_other_threads_send_is_none_of_a_backwards():
     backwards = spans[spans["kind"] == "backward"]
     assert backwards["step"].tolist() == list(range(7))  # no call cuts one in two
     assert "other threads" not in report.explain().get(UNKNOWN, "")
+    assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0  # in which they take no time
 
 
 def trains_on_a_thread():
@@ -252,6 +254,16 @@ def unequal_steps():
     model = ddp(layers(1))
     with Join([model]):
         trained(model, 256, steps=3 if dist.get_rank() == 0 else 6)
+    return [1.0] * 3 if dist.get_rank() == 0 else [2.0] * 6
+
+
+def plays_in_turn():
+    """A generator and its critic: each has a backward and an update in every step."""
+    players = ddp(layers(1)), ddp(layers(1))
+    for _ in range(3):
+        for player in players:
+            trained(player, 256, steps=1)
+        pl.step()
 
 
 def beside_ddp(what):
@@ -368,6 +380,17 @@ def one_column_parallel_layer():
 
 def gathered_again_in_pairs():
     trained(sharded(layers(3), reshard_after_forward=2), 256)
+
+
+def saves_the_whole_model():
+    """After the second of three measured steps, with the tensors gathered."""
+    model, turns = sharded(layers(3, bias=False)), iter(range(4))
+
+    def behind():
+        if next(turns) == 2:
+            [weight.full_tensor() for weight in model.parameters()]
+
+    trained(model, 256, steps=4, behind=behind)
 
 
 def fsdp(reshard):
@@ -509,6 +532,25 @@ def averages_seldom():
             dist.all_reduce(model[0].weight.data)
 
 
+def sums_seldom():
+    """Local steps in DistributedDataParallel: every second one reduces no gradients."""
+    model = ddp(layers(1, bias=False))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        model.require_backward_grad_sync = step % 2 == 0
+        trained(model, 256, update=update, steps=1)
+
+
+def exchanges():
+    """Equal parts, whose sizes torch's function states."""
+    x = torch.ones(256, requires_grad=True)
+    trained(
+        lambda y: all_to_all_single_autograd(x * y, None, None, dist.group.WORLD),
+        256,
+        update=torch.optim.SGD([x], 0.1),
+    )
+
+
 def sends_seldom():
     turns = iter(range(4))
 
@@ -596,14 +638,22 @@ SAID = {
     (fsdp, False): (2, {
         FORM: ("FSDP, ZeRO-3", "kept for backward", ": 2 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
-    (two_layers_frozen,): (2, {FORM: ("(n−1)/n times 0.526 MB of frozen parameters",)}),
+    (saves_the_whole_model,): (2, {FORM: (
+        "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
+        "0.131 MB of other traffic")}),
+    (two_layers_frozen,): (2, {FORM: (
+        "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     (the_first_fsdp,): (2, {FORM: ("so Ψ is not known",), TIMES: None}),
-    (sums_a_statistic,): (2, {TIMES: None}),
+    (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),
         FORM: ("sums outside the backward in 2 of 10 steps, as local SGD averages",
                "2 (n−1)/n Ψ = 0.262 MB per rank"), TIMES: None}),
-    (sends_seldom,): (2, {FORM: ("messages per step: 0→1 (0.33);",), TIMES: None}),
+    (sums_seldom,): (2, {TIMES: ("0.5 times Ψ is reduced per step",), FORM: (
+        "all-reduced; in the 2 of 4 steps that reduce gradients: 2 (n−1)/n Ψ = 0.262 MB",)}),
+    (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); they make up all-to-alls",)}),
+    (sends_seldom,): (2, {
+        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),
@@ -629,6 +679,15 @@ def test_a_size_is_written_with_three_digits_in_its_unit():
     sizes = {99_999: "99,999 B", 1e5: "0.1 MB", 999.4e6: "999 MB", 999.6e6: "1 GB", 135e9: "135 GB"}
     assert {size: mb(size) for size in sizes} == sizes
     assert mb(2.49e15) == "2,490,000 GB"
+
+
+def test_losses_of_a_step_are_averaged_over_the_ranks_that_have_it():
+    assert reports(2)[unequal_steps,].losses == [1.5] * 3 + [2.0] * 3
+
+
+def test_backwards_with_updates_between_them_are_no_micro_batches():
+    said = seen(plays_in_turn, steps="marked").explain()[TIMES]
+    assert said == TWO[:-1] + ", with an optimizer's step between them."
 
 
 def test_what_is_summed_in_some_steps_only_takes_time_and_bytes():
@@ -677,6 +736,17 @@ def plain_weights():
     one, two, three = made
     trained(lambda x: x @ one @ two @ three, 256, update=torch.optim.SGD(made, 0.1), steps=2)
     return sum(weight.nbytes for weight in made)
+
+
+def infers():
+    with torch.no_grad():
+        layers(1)(torch.ones(1, 256))
+
+
+def test_the_parameters_are_known_when_the_first_forward_begins():
+    held = seen(infers, 1, memory_steps=1).memory
+    begin = held[held["time"] == held["time"].min()].set_index("category")["bytes"]
+    assert begin["parameters"] == 4 * (256 * 256 + 256) and begin["other"] == 4 * 256
 
 
 def most_of(report, step):

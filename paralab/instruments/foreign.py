@@ -117,10 +117,10 @@ class Observer(Program):
 
     @contextlib.contextmanager
     def _outer_forward(self, module: Any) -> Iterator[None]:
+        if parameters := self.meet(module):  # before a step's first sample of memory
+            self.look_for_gpu(*parameters)
+            self.recorder.owns("parameters", *parameters)
         with self._part("forward", id(module)):
-            if parameters := self.meet(module):
-                self.look_for_gpu(*parameters)
-                self.recorder.owns("parameters", *parameters)
             yield
 
     def _backward(self, outputs: Any, *_: Any) -> Any:

@@ -137,13 +137,18 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if of_reduce.any():
         text = "gloo's reduce is a reduce-scatter whose parts are then sent to the root"
         axes_of[text] = sorted(set(sends["axis"][of_reduce]))
+    received = set(calls["span"][calls["op"] == "recv"])  # with a send: in one all-to-all
     for axis, rows in sends[~of_reduce].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
-        like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
-        axes_of.setdefault(f"messages per step: {messages}; it may be {like}", []).append(axis)
+        like = "it may be a pipeline, a ring made by hand, a gather, or an exchange of unequal "
+        like += "parts"
+        if rows["span"].isin(received).all():
+            like = "they make up all-to-alls whose sizes the program states, perhaps an exchange "
+            like += "of unequal parts"
+        axes_of.setdefault(f"messages per step: {messages}; {like}", []).append(axis)
     lines = []
     for description, axes in axes_of.items():
         lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {description}")
@@ -228,6 +233,8 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
     if made_of(report, "closures", rank):
         return f"{text}, which has {passes}, with those of a closure that the optimizer evaluates."
+    if _updates_between(report, rank):
+        return f"{text}, which has {passes}, with an optimizer's step between them."
     if m == 1 or reducing != m:
         return f"{text}, which has {passes}."
     return (
@@ -235,6 +242,17 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
         "(no_sync, or set_requires_gradient_sync(False), in all but the last) would send 1/"
         f"{m:.3g} of that, and would hold unsharded gradients until the last backward."
     )
+
+
+def _updates_between(report: Tables, rank: int) -> bool:
+    """Whether an optimizer steps before the last backward of a step begins. Then the backwards are
+    no micro-batches, but of a generator and its critic, say, or of a step marked once per epoch.
+    """
+    spans = report.spans[report.spans["rank"].eq(rank)]
+    spans = spans[spans["step"].isin(facts.measured_steps(report))]
+    begin = spans.groupby(["step", "kind", "microbatch"])["id"].min()
+    last = begin.groupby(["step", "kind"]).max().unstack()  # its kinds are columns
+    return "optimizer" in last and bool((last["optimizer"] < last["backward"]).any())
 
 
 # ---- memory -------------------------------------------------------------------------------------

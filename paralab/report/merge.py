@@ -54,8 +54,12 @@ def merge(
         held = {p["rank"]: p[state] for p in ordered if p.get(state) is not None}
         merged[state] = whole_model(held, plan, model)
     observed = [part.get("meta", {}).get("observed") for part in ordered]
-    # A rank of an observed program may return no losses.
-    losses = [p["losses"] for p, o in zip(ordered, observed, strict=True) if p["losses"] or not o]
+    # A rank of an observed program may have fewer steps than others, or return no losses.
+    most = max(len(part["losses"]) for part in ordered)
+    losses = [
+        p["losses"] + [[]] * (most - len(p["losses"])) * bool(o)
+        for p, o in zip(ordered, observed, strict=True)
+    ]
     merged["losses"] = _losses(losses)
     if any(observed):  # pl.observe's facts about each rank's program
         merged["meta"]["observed"] = observed

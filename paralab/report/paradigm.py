@@ -58,9 +58,12 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         return ACTIVATIONS
     sums = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(REDUCING)]
     summed, name = sums["step"].nunique(), "data parallelism, gradients all-reduced"
-    if 0 < summed < steps and not sums["phase"].eq("backward").any():
-        name = f"sums outside the backward in {summed} of {steps} steps, as local SGD averages "
-        name += "parameters; in such a step"
+    seldom = ""
+    if 0 < summed < steps:
+        seldom = f"; in the {summed} of {steps} steps that reduce gradients"
+        if not sums["phase"].eq("backward").any():
+            name = f"sums outside the backward in {summed} of {steps} steps, as local SGD averages "
+            name, seldom = name + "parameters", "; in such a step"
         rows, steps = rows[rows["step"].isin(sums["step"])], summed
     # Payload bytes per step; the ratios below are multiples of Ψ.
     payload = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
@@ -72,6 +75,8 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         phase: payload["all_gather", phase] / (psi + frozen) for phase in ("forward", *REDUCING)
     }
     sharded = "FSDPModule" in made_of(report, "modules", rank)
+    outside = rows[rows["op"].eq("all_gather") & rows["phase"].eq("data")]
+    unsharded = sharded and outside["step"].nunique() == steps  # ``model.unshard()``, no checkpoint
     if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
@@ -79,7 +84,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     gathered, factor, pass_gathers, updates = 0.0, scattered, (), ("broadcast",)
     if all_reduced >= scattered:
         factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
-    elif for_forward := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
+    elif for_forward := gathers["forward"] + unsharded * gathers["data"]:
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
         pass_gathers = for_forward, gathers["backward"]
@@ -105,9 +110,10 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
             factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
     average = " on average" * ("broadcasts" in name)
-    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
+    text = f"{name}{seldom}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
     text += f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
+    reducing *= steps_of(report, rank) / steps
     times = max(all_reduced, scattered)
     if 2 * times < reducing * (1 - NEAR):  # less than messages in half the bits
         part = f"{mb(times / reducing * psi)} of {mb(psi)}, unless gradients are compressed or"
@@ -116,13 +122,14 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     elif not whole_number(times) or (reducing and not whole_number(times / reducing)):
         text += "; this is not a whole multiple of Ψ"
         text += f" for each of {reducing:.3g} backward passes" * (reducing > 1)
-        text += ": unused parameters, messages in fewer bits, or shards in place of whole "
-        text += "gradients send less"
+        text += ": unused or local parameters (experts, say), messages in fewer bits, or shards in "
+        text += "place of whole gradients send less"
     if m and any(times and not whole_number(times / m) for times in pass_gathers):
         text += "; the parameters that are gathered for a forward or a backward are not Ψ bytes: "
         text += "they have fewer bits, or some of them are kept"
     if frozen and gathered:
         text += f"; in addition, {gathered:.3g} (n−1)/n times {mb(frozen)} of frozen parameters"
+        text += ", if these are gathered as often"
     surplus = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
     if surplus:
         text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"

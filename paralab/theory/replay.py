@@ -170,14 +170,21 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     Names are numbered, as NCCL matches the collectives of a group in order, and the sends of one
     rank to another with their receives. The column "call" counts both kinds together, so its
     numbers differ between the ranks of a pipeline, which send different numbers of messages.
+
+    Calls that other threads of an observed program make (control, launched after no span) are left
+    out: ranks make them in different steps, or in another order than those of the first thread.
     """
     items = defaultdict(list)
     seconds = defaultdict(float)  # of the slowest member; of a sender
     made = Counter()
     reaches = {}
-    lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
+    columns = (report.spans[name] for name in ("id", "lane", "after"))
+    spans = {span: of_span for span, *of_span in zip(*columns, strict=True)}
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.itertuples(index=False):
+        lane, after = spans.get(row.span, ("", True))
+        if row.phase == "control" and not after:
+            continue
         group, message = tuple(row.ranks), row.op in POINT_TO_POINT
         members, name = group, f"{row.op} {{}} ({row.phase}) of {row.axis} ranks {group}"
         if message:  # each direction of each pair is a link of its own
@@ -191,8 +198,7 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
                 reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)
             needed = cluster.call(row.op, row.wire_bytes, reaches[members])[1]
             seconds[name] = max(seconds[name], needed)
-        lane = lanes.get(row.span, ""), message, members
-        items[row.span].append(Item(CALL, 0.0, name, lane, len(members)))
+        items[row.span].append(Item(CALL, 0.0, name, (lane, message, members), len(members)))
     return {
         span: [call._replace(takes=seconds[call.name]) for call in calls]
         for span, calls in items.items()
