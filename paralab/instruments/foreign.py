@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -240,5 +241,5 @@ _STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimiz
 
 def _is_nested(optimizer: Any) -> bool:
     """Whether the step that begins lies inside one of the same optimizer: ``super().step()``."""
-    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code is _STEP)
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _STEP)
     return sum(frame.f_locals["self"] is optimizer for frame in frames) > 1

@@ -80,7 +80,7 @@ def within_compiled() -> bool:
     """Whether this is in a call of a function of torch.compile. At its end torch says again that
     there is a dispatch mode, if one was there at its beginning.
     """
-    frames = (frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
+    frames = (frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe()))
     return "torch._dynamo" in sys.modules and "compile_wrapper" in frames
 
 
