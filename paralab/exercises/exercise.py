@@ -168,7 +168,7 @@ class Exercise:
             said = f"the answer cannot be judged: {type(error).__name__}: {shown(error)}"
             tries[0].notes.end(said, yours="cannot be judged")
         for one in tries:
-            if not one.notes.verdict().started and one.differs(lambda: self.stub):
+            if not one.notes.verdict().started and one.differs(self.stub):
                 one.notes.said = ""
                 one.notes.end(LEFT, yours="not finished")
         return [one.notes.verdict() for one in tries]

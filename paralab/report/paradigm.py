@@ -81,7 +81,10 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
         return "it looks like none of the known paradigms"
+    roots = rows["peer"][rows["op"].eq("broadcast") & rows["phase"].isin(REDUCING)].unique()
+    one_root = len(roots) == 1
     gathered, factor, pass_gathers, updates = 0.0, scattered, (), ("broadcast",)
+    to_root = average = False
     if all_reduced >= scattered:
         factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
     elif for_forward := gathers["forward"] + unsharded * gathers["data"]:
@@ -93,25 +96,25 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         name = "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
         name += "gathered"
     else:
-        name = "sharded gradients (ZeRO-2)"
-    roots = rows["peer"][rows["op"].eq("broadcast") & rows["phase"].isin(REDUCING)].unique()
+        name, to_root = "sharded gradients (ZeRO-2)", one_root
     for op in updates:
-        of_one = op == "broadcast" and len(roots) == 1  # copies, if every rank updates all
-        to_one = of_one and name.endswith("(ZeRO-2)")
+        copies = op == "broadcast" and one_root and not to_root  # every rank updates all
         behind = payload[op, "data"] / psi  # between the optimizer's step and the next forward
-        behind *= whole_number(behind) == 1 and (to_one or not of_one)
+        behind *= whole_number(behind) == 1 and not copies
         redistributed = payload[op, "optimizer"] / psi + behind
-        if redistributed > NEAR:
+        if redistributed <= NEAR:
+            continue
+        factor += redistributed
+        average |= op == "broadcast"
+        if to_root:
+            name = f"gradients reduced to rank {roots[0]}, which broadcasts their sum or the "
+            name += "updated parameters"
+        else:
             verb = op.removeprefix("all_") + "s"
             name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
-            if to_one:
-                name = f"gradients reduced to rank {roots[0]}, which broadcasts their sum or the "
-                name += "updated parameters"
-            factor += redistributed
     factor, share = factor + gathered, (n - 1) / n
-    average = " on average" * ("broadcasts" in name)
-    text = f"{name}{seldom}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank{average} "
-    text += f"(n={n}, Ψ={mb(psi)})"
+    text = f"{name}{seldom}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
+    text += "on average " * average + f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     reducing *= steps_of(report, rank) / steps
     times = max(all_reduced, scattered)
