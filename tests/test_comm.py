@@ -89,6 +89,22 @@ def test_every_operation_gives_what_its_name_says(n, staged):
         assert_copied_down_what_is_read_and_up_what_is_filled(parts[0]["copies"])
 
 
+def a_message_around_a_reduce(context) -> tuple[list, list]:
+    """It is received by a call before the reduce, and sent after all have the sum."""
+    group, rank = everyone(context), context.rank
+    message, total = torch.full((3,), 10.0 * rank), torch.full((3,), 1.0 + rank)
+    received = group.recv(message, source=1) if rank == 0 else None
+    group.reduce(total, root=0).wait()
+    group.barrier()
+    (received or group.send(message, to=0)).wait()
+    return message.tolist(), total.tolist()
+
+
+def test_a_message_is_not_taken_for_a_part_of_a_reduce():
+    received, _ = launch_program(a_message_around_a_reduce, 2, timeout=30, device="cpu")
+    assert received == ([10.0] * 3, [3.0] * 3)
+
+
 def groups_of_groups(context) -> dict:
     n, rank = context.world_size, context.rank
     world = everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1)))
