@@ -6,16 +6,15 @@ one call, and a send may block until its receive is posted. In strict mode `Grou
 rules on every backend. Every exchange waits until its peers are at theirs, so that a program that
 ends has run without any buffering. The k-th exchanges of two ranks must mirror each other. The
 collectives of a group are numbered, and its members must agree on operation, root, number of
-elements and element type.
+elements and element type, and on how many of them come before a message.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +33,7 @@ class Strict:
     def __init__(self, context: Any, *, axis: str) -> None:
         self.rank = context.rank
         self.store = dist.PrefixStore(f"strict {axis}", context.store)
-        self._numbers: dict[tuple, Iterator[int]] = defaultdict(count)
+        self._numbers: Counter[tuple] = Counter()  # calls so far: of a group, of two of its ranks
 
     def collective(
         self, ranks: tuple[int, ...], op: str, payload: Tensor, root: int | None
@@ -52,7 +51,7 @@ class Strict:
 
         Does not wait: the first member to arrive stores its call, the others compare theirs.
         """
-        number = next(self._numbers[ranks])
+        number = self._number(ranks)
         first = self.store.compare_set(f"{ranks}/{number}", "", f"{self.rank} {mine}").decode()
         rank, _, theirs = first.partition(" ")
         if theirs != mine:
@@ -70,16 +69,29 @@ class Strict:
         places = {}  # {peer: (the two ranks, the number of their exchanges before this one)}
         for peer, calls in by_peer.items():
             pair = (min(self.rank, peer), max(self.rank, peer))
-            places[peer] = (pair, next(self._numbers[ranks, pair]))
-            self.store.set(f"{ranks}/{places[peer]}/{self.rank}", json.dumps(calls))
+            places[peer] = (pair, self._number((ranks, pair)))
+            facts = json.dumps([self._numbers[ranks], calls])
+            self.store.set(f"{ranks}/{places[peer]}/{self.rank}", facts)
         for peer, calls in by_peer.items():
             pair, number = places[peer]
-            theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
-            if _in_order(theirs) != _in_order(calls)[::-1]:
+            before, theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
+            why = "" if _in_order(theirs) == _in_order(calls)[::-1] else _why(calls + theirs)
+            if before != self._numbers[ranks]:
+                collectives = count_of(self._numbers[ranks], "collective")
+                why = (
+                    f"rank {self.rank} has made {collectives} of their group before, rank {peer} "
+                    f"{before}: each waits forever in its first call that the other makes later"
+                )
+            if why:
                 raise OrderError(
                     f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} "
-                    f"{_words(calls)}, rank {peer} {_words(theirs)}; {_why(calls + theirs)}"
+                    f"{_words(calls)}, rank {peer} {_words(theirs)}; {why}"
                 )
+
+    def _number(self, what: tuple) -> int:
+        """The number of a call, from 0 on, among those of ``what``."""
+        self._numbers[what] += 1
+        return self._numbers[what] - 1
 
     def wait_for(self, key: str) -> bytes:
         """The value of ``key`` in the store, once a rank has set it.

@@ -167,12 +167,14 @@ def out_of_order(context, case: str) -> None:
         "another collective": [lambda: group.all_reduce(t).wait(),
                                lambda: group.broadcast(t, root=0, phase="test").wait()],
         "another root": [lambda: group.broadcast(t, root=rank, phase="test").wait()] * 2,
+        "before and after": [lambda: (receive(t), group.all_reduce(t.clone())),  # gloo: by tag
+                             lambda: (group.all_reduce(t.clone()), send(t))],
     }[case][rank]()  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ["both send first", "sizes differ", "widths differ",
                                   "tags would match", "another size", "another collective",
-                                  "another root"])  # fmt: skip
+                                  "another root", "before and after"])  # fmt: skip
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*call #0") as caught:
         launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)
