@@ -30,6 +30,7 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     gradients,
+    on_unit,
 )
 
 NORM_VALUE: Value = ("norm", 0, 0)
@@ -60,13 +61,13 @@ def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -
     grad, target = ("gshard", "shard") if stage else ("grad", "w")
     new_code, units = list(code), gradients(code)
     if copied:
-        new_code += [Instr(COPY, u, -1, u, ((grad, u, 0),), (("wide", u, 0),)) for u in units]
+        new_code += [on_unit(COPY, (grad, u, 0), ("wide", u, 0)) for u in units]
     scale = [SCALE] if scaled else []
     for u in units:
         wide = [("wide", u, 0)] if copied else []  # the 16-bit gradient is read, and so kept, too
         masters = [("master", u, 0)] if mixed else []
         reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0), *masters, *scale)
-        new_code.append(Instr(UPDATE, u, -1, u, reads, ((target, u, 0), *masters)))
+        new_code.append(Instr(UPDATE, unit=u, reads=reads, writes=((target, u, 0), *masters)))
     return new_code
 
 
