@@ -50,15 +50,15 @@ def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code
     return code + new_code
 
 
-def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -> Code:
+def update(code: Code, *, sharded: bool, mixed: bool, scaled: bool, copied: bool) -> Code:
     """One optimizer step of every unit, in the order in which their gradients are complete.
 
-    stage   ZeRO's stage: with 0 whole units are updated, else shards
-    mixed   whether parameters have 16 bits, with fp32 masters
-    scaled  whether gradients have to be divided by fp16's loss scale
-    copied  whether all gradients are first copied to fp32
+    sharded  whether shards of units are updated (ZeRO), not whole units
+    mixed    whether parameters have 16 bits, with fp32 masters
+    scaled   whether gradients have to be divided by fp16's loss scale
+    copied   whether all gradients are first copied to fp32
     """
-    grad, target = ("gshard", "shard") if stage else ("grad", "w")
+    grad, target = ("gshard", "shard") if sharded else ("grad", "w")
     new_code, units = list(code), gradients(code)
     if copied:
         new_code += [on_unit(COPY, (grad, u, 0), ("wide", u, 0)) for u in units]

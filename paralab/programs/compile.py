@@ -122,7 +122,7 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
         yield lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
     yield lambda code: optimizer.update(
-        code, stage=stage, mixed=mixed, scaled=scaled, copied=copied
+        code, sharded=stage > 0, mixed=mixed, scaled=scaled, copied=copied
     )
     if stage in (1, 2) and not alone:
         yield zero.gather_updated

@@ -99,7 +99,7 @@ class Instr(NamedTuple):
             boundary between ops; for a sum of gradients that only some ranks share: (axis, phase);
             for a WAIT: its call's op
     mb      the micro-batch, or -1
-    unit    the number of the unit that it concerns, or -1
+    unit    the number of the unit that it moves, sums or updates, or -1
     reads, writes  the values that it reads and writes; its operand (a state, what was saved, a
             gradient) and its result come first
     lane    "": the rank's own thread (a GPU's compute stream) executes it. Else the axis of the
