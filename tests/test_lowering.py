@@ -7,8 +7,8 @@ import pytest
 
 import paralab as pl
 from lowered import Transfer, check_lowered, lower
-from paralab.model.build import build
 from paralab.parallel.schedules import SCHEDULES, Action, gpipe, interleaved, one_f_one_b, parse
+from paralab.programs.compile import laid_out
 from paralab.programs.instructions import ACTIONS, COMPUTE
 from paralab.programs.skeleton import skeleton
 
@@ -57,11 +57,12 @@ def test_the_lists_without_transfers_are_the_schedule():
         stages = 2 if schedule == "interleaved" else 1
         plan = pl.Plan(pp=2, microbatches=4, schedule=schedule, virtual_stages=stages)
         model = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=8, vocab=64)
-        lists = skeleton(model, plan, ops := build(model, plan))
+        program = laid_out(model, plan, optimizer="sgd", clips=False)
+        lists = skeleton(program)
         for rank, row in enumerate(lists):
             actions = [ACTIONS[action.kind] for action in plan.actions()[rank]]
             assert [ins.op for ins in row if ins.op in COMPUTE] == actions
-            alone = skeleton(model, plan, ops, only=rank)
+            alone = skeleton(program, only=rank)
             assert alone[rank] == row and not any(alone[:rank] + alone[rank + 1 :])
 
 

@@ -268,7 +268,7 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
         calls = tensors if program.optimizer == "adamw" else tensors / 2
-        calls += (item < ITEM) + tensors * program.widens  # round the masters, widen gradients
+        calls += (item < ITEM) + tensors * program.update_widens  # round masters, widen gradients
         return Work(0, program.update_bytes * count, 5 + calls)
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)

@@ -253,7 +253,7 @@ class _Rank:
     def widened(self, unit: int) -> int:
         """Bytes of the fp32 copies that an UPDATE makes of 16-bit gradients."""
         program = self.program
-        if not program.widens:
+        if not program.update_widens:
             return 0
         return 4 * program.elements(program.units[self.rank][unit]) // program.shards
 

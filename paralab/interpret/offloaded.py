@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from torch import Tensor, float32
 from paralab.interpret.flat import DTYPES
 from paralab.interpret.host import Host, plain
 from paralab.programs.program import Program
-from paralab.programs.tiers import PREFIX, own_master, rows
+from paralab.programs.tiers import CATEGORY, own_master, rows, tier_of
 
-_NAMES = {"shard": "parameters", "gshard": "gradients", "opt": "optimizer"}
 _FILES = {"shard": "parameters", "gshard": "gradient", "opt": "states"}
 
 
@@ -33,7 +33,8 @@ class Offloaded:
     """
 
     def __init__(self, program: Program, host: Host, store: dict[tuple, Any]) -> None:
-        self.tiers, self.host, self.store = program.plan.tiers, host, store
+        self.lives = partial(tier_of, program.plan.tiers)  # {kind of state: its tier}, a function
+        self.host, self.store = host, store
         self.precision_of = program.precision_of
         self.rows, self.master = rows(program), own_master(program.plan)
         self.adamw = program.optimizer == "adamw"
@@ -57,10 +58,6 @@ class Offloaded:
             for kind in ("host.count", "host.norm"):
                 self.store[kind, u, 0] = self.host.empty((), float32, "optimizer").zero_()
 
-    def lives(self, kind: str) -> str:
-        """The tier of a kind of state, as a prefix: "host.", "file.", or "" on the device."""
-        return PREFIX[getattr(self.tiers, _NAMES[kind])]
-
     def dtype_of(self, kind: str) -> torch.dtype:
         return float32 if kind == "opt" else DTYPES[self.precision_of(kind)]
 
@@ -68,7 +65,7 @@ class Offloaded:
         self, kind: str, u: int, shape: tuple[int, ...], fill: Callable[[Tensor], Any] | None = None
     ) -> None:
         """Make a state on its tier. fill: writes the initial values into a tensor on the host."""
-        tier, category = self.lives(kind), _NAMES[kind]
+        tier, category = self.lives(kind), CATEGORY[kind]
         dtype = self.dtype_of(kind)
         if tier == "host.":
             held = values = self.host.empty(shape, dtype, category)

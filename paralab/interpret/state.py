@@ -99,7 +99,8 @@ class State:
         self.clip_norm, self.recorder = clip_norm, recorder
         self.device, self.dtype = device, DTYPES[plan.precision]
         self.units, self.zero = program.units[at.pp], plan.zero_stage
-        self.weights = "shard" if self.zero else "w"  # kind of what an update writes
+        # The kinds of values that an update reads and writes.
+        self.summed, self.updated = ("gshard", "shard") if self.zero else ("grad", "w")
         self.seed, self.host = seed, host
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # by unit the fp32 tensors that the optimizer updates
@@ -148,7 +149,7 @@ class State:
             self.store["shard", u, 0] = shard = shard.clone() if self.zero == 3 else shard
             recorder.owns("parameters", shard)
         if self.offloaded is None:
-            kind = self.weights if low is whole else "master"
+            kind = self.updated if low is whole else "master"
             self.targets.append(self.tensors(u, self.store[kind, u, 0]))
             with recorder.making("optimizer"):
                 self.store["opt", u, 0] = self.optimizer.states(self.targets[u])
@@ -183,7 +184,7 @@ class State:
 
     def refresh(self, u: int) -> None:
         """Round the master weights to the weights that the model computes with."""
-        target = flat_of(self.store[self.weights, u, 0])
+        target = flat_of(self.store[self.updated, u, 0])
         target.copy_(self.store["master", u, 0])
 
     def squares(self, grads: dict[int, Tensor], *, from_host: bool = False) -> Tensor:
@@ -248,9 +249,9 @@ class State:
 
     def shared_parts(self, key: tuple[str, str]) -> list[Tensor]:
         """The views of this rank's gradients to be summed for ``key``: (axis, phase)."""
-        kind, views = ("gshard" if self.zero else "grad"), []
+        views = []
         for share in self.shared.get(key, ()):
-            flat = flat_of(self.store[kind, share.unit, 0])
+            flat = flat_of(self.store[self.summed, share.unit, 0])
             views.append(flat[share.start : share.start + share.count])
         return views
 
@@ -261,7 +262,7 @@ class State:
 
         where  the elements, in the rank's part of the unit
         """
-        views = {"weight": self.look(self.weights, u)}
+        views = {"weight": self.look(self.updated, u)}
         if self.offloaded is not None:
             views |= self.offloaded.states(u)
         elif ("master", u, 0) in self.store:

@@ -153,10 +153,8 @@ class Trainer:
         the first. With ZeRO it is a collective: each rank has a shard.
         """
         views: dict[str, Tensor] = {}
-        if gradients:
-            kind = "gshard" if self.plan.zero_stage else "grad"
-        else:
-            kind = "shard" if self.plan.zero_stage == 3 else "w"
+        weights = "shard" if self.plan.zero_stage == 3 else "w"
+        kind = self.state.summed if gradients else weights
         mine = self.program.units[self.rank.pp]
         for u in units or range(len(mine)):
             unit, value = mine[u], self.state.look(kind, u)

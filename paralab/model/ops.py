@@ -80,8 +80,8 @@ class Message(NamedTuple):
     axis: str = "tp"
 
 
-# f and g of Megatron-LM (Shoeybi+ 2019, arXiv:1909.08053, sec. 3), and f-bar and g-bar of sequence
-# parallelism (Korthikanti+ 2022, arXiv:2205.05198, sec. 4.2.2).
+# f and g of Megatron-LM, and with sequence parallelism f-bar and g-bar, which Korthikanti+ 2022
+# call g and g-bar: see parallel/tensor_parallel.py.
 F, G = Message("", "all_reduce"), Message("all_reduce", "")
 F_BAR, G_BAR = Message("all_gather", "reduce_scatter"), Message("reduce_scatter", "all_gather")
 
@@ -152,21 +152,21 @@ class Op:
 
 class Tokens(Op):
     """Token embedding: (b, s) tokens to (T, width), from the rank's entries of the vocabulary. It
-    is 0 for tokens outside these; a `Collective` behind this op sums over the ranks.
+    is 0 for tokens outside these; the next op, a `Collective` or `Scatter`, sums over the ranks.
     """
 
     keeps_input, defers_grad = False, True
 
     def __init__(self, name: str, part: Part, shape: tuple[int, int]) -> None:
         super().__init__(name)
-        self.params, self.shares = {"token.weight": shape}, bool(part.entries_axis)
+        self.params, self.sharded = {"token.weight": shape}, bool(part.entries_axis)
         self.out = part.lookups * shape[1]
         # Per token its index, int64, and with a sharded vocabulary whether it is elsewhere.
-        self.keeps = self.deferred = self.defers_kept = (8 + self.shares) * part.lookups
+        self.keeps = self.deferred = self.defers_kept = (8 + self.sharded) * part.lookups
         entries = math.prod(shape)  # a dense gradient of the whole table is computed, then added
-        self.scratch = (0, 0, part.item * (entries + self.out * self.shares))
+        self.scratch = (0, 0, part.item * (entries + self.out * self.sharded))
         self.work = (
-            Work(0, 8 * self.out * (1 + self.shares), 2 + 4 * self.shares),
+            Work(0, 8 * self.out * (1 + self.sharded), 2 + 4 * self.sharded),
             Work(),
             Work(0, 4 * ((3 + 2 * part.widens) * entries + 2 * self.out), 2),
         )
@@ -175,7 +175,7 @@ class Tokens(Op):
         import torch.nn.functional as F
 
         tokens, weight = state[0].flatten(), weights["token.weight"]
-        if not self.shares:
+        if not self.sharded:
             return (F.embedding(tokens, weight),), (tokens, None)
         local = tokens - env.first_token  # positions in this rank's range of the entries
         elsewhere = (local < 0) | (local >= weight.shape[0])

@@ -67,9 +67,9 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit,
     if stage == 0 and shards > 1 and plan.grad_sync == "naive":
         groups, shards = [[name] for name in untied], 1
     elif stage == 3 or (stage == 0 and shards == 1):
-        number = {part: at for at, part in enumerate(dict.fromkeys(map(part_of, untied)))}
-        keys = {name: (number[part_of(name)], must_wait(name)) for name in untied}
-        groups = [list(alike) for _, alike in groupby(sorted(untied, key=keys.get), keys.get)]
+        parts = [list(names) for _, names in groupby(untied, part_of)]
+        halves = ([n for n in names if must_wait(n) == w] for names in parts for w in (False, True))
+        groups = [names for names in halves if names]
     else:
         spans_parts = True
         closing_size = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])

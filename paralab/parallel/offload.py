@@ -56,9 +56,11 @@ from paralab.programs.instructions import (
     Code,
     Instr,
     Value,
+    on_unit,
+    sums_shared,
     wait,
 )
-from paralab.programs.tiers import PREFIX
+from paralab.programs.tiers import PREFIX, tier_of
 from paralab.spec.tiers import Offload
 
 
@@ -74,12 +76,11 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
     """
     new_code: Code = []
     in_flight: list[Instr] = []
-    # The reductions of a whole step, by `zero1`, which has a WAIT for each but the last.
+    # The reductions of a whole step, by `zero1`, which waits for each but the last: so does this.
     reductions = [ins for ins in code if ins.op == REDUCE_SCATTER and _makes_shard(ins)]
     reduced_values = {ins.writes for ins in reductions if ins.unit not in waits}
     if reductions and reductions[-1].writes in reduced_values:
-        replicas = (ins.op == ALL_REDUCE and ins.reads[0][0] == "gshard" for ins in code)
-        after_backward = next((at for at, is_sum in enumerate(replicas) if is_sum), len(code))
+        after_backward = next((at for at, ins in enumerate(code) if sums_shared(ins)), len(code))
         code = [*code[:after_backward], wait(reductions[-1]), *code[after_backward:]]
     last_at = {ins.unit: at for at, ins in enumerate(code) if _makes_shard(ins)}
 
@@ -92,9 +93,9 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
         if not first:
             if place == "nvme":
                 new_code.append(_copy(in_file, total, k))
-            new_code.append(Instr(ADD, u, k, u, (part, total), (total,), "host"))
+            new_code.append(Instr(ADD, 0, k, u, (part, total), (total,), "host"))
         if measured and last:
-            new_code.append(Instr(NORM, u, k, u, (total,), (("host.norm", u, 0),), "host"))
+            new_code.append(on_unit(NORM, total, ("host.norm", u, 0), k, lane="host"))
         if place == "nvme":
             new_code.append(_copy(total, in_file, k))
 
@@ -175,9 +176,8 @@ class Update:
 
     def places(self, state: str, u: int) -> tuple[Value, Value]:
         """(where a unit's state lives, where the host has it while it updates the unit)."""
-        setting = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
-        home = PREFIX[getattr(self.tiers, setting)] + state
-        return (home, u, 0), (f"host.{state}", u, 0 if home.startswith("host.") else 1)
+        tier = tier_of(self.tiers, state)
+        return (tier + state, u, 0), (f"host.{state}", u, 0 if tier == "host." else 1)
 
     def open(self, u: int) -> Code:
         """Copy what the update of unit ``u`` reads into the host's buffers."""
@@ -194,19 +194,16 @@ class Update:
         count, gradient = ("host.count", u, 0), self.places("gshard", u)[1]
         verdict = [("host.verdict", 0, 0)] if any(v[0] == "norm" for v in ins.reads) else []
         reads, writes = (gradient, *read, count, *verdict), (*written, count)
-        update = Instr(UPDATE, u, -1, u, reads, writes, "host", phase=self.phase)
+        update = Instr(UPDATE, 0, -1, u, reads, writes, "host", phase=self.phase)
         return [update, *(_copy(buffer, home) for home, buffer in pairs if home != buffer)]
 
     def deliver(self, u: int) -> Code:
         """Copy a unit's updated parameters to the device, where they live, from the fp32 master
         weights, a row of "opt"; in mixed precision the host rounds them first.
         """
-        target, (_, master) = ("shard", u, 0), self.places("opt", u)
-        if not self.mixed:
-            return [_copy(master, target, phase=self.phase)]
-        rounded = ("host.shard", u, 1)
-        copies = (master, rounded), (rounded, target)
-        return [_copy(source, into, phase=self.phase) for source, into in copies]
+        (_, master), rounded = self.places("opt", u), [("host.shard", u, 1)] * self.mixed
+        way = [master, *rounded, ("shard", u, 0)]
+        return [_copy(source, into, phase=self.phase) for source, into in pairwise(way)]
 
 
 def _is_norm(ins: Instr) -> bool:
@@ -222,10 +219,9 @@ def _gathers_update(ins: Instr) -> bool:
 
 def fetch(place: str, u: int, into: Value) -> Code:
     """Copy this rank's shard of a unit's parameters from ``place`` to the device, as ``into``."""
-    home, piece = (PREFIX[place] + "shard", u, 0), ("host.piece", u, into[2])
-    if place == "nvme":
-        return [_copy(home, piece), _copy(piece, into)]
-    return [_copy(home, into)]
+    buffer = [("host.piece", u, into[2])] * (place == "nvme")
+    way = [(PREFIX[place] + "shard", u, 0), *buffer, into]
+    return [_copy(source, into) for source, into in pairwise(way)]
 
 
 def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
@@ -236,9 +232,10 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     """
     new_code: Code = []
     in_flight: list[Instr] = []
-    last_use, fetched = kept_inputs(code), set()
+    last_use = kept_inputs(code)
     recomputes = [ins for ins in code if ins.op == RECOMPUTE and ins.reads[0] in last_use]
     next_input = {a.reads[0]: b.reads[0] for a, b in pairwise(recomputes) if run(a) == run(b)}
+    ahead = set(next_input.values())  # all but the first inputs of runs
 
     def copy_out(x: Value) -> None:
         in_flight.append(_copy_state(x, "host.x"))
@@ -247,9 +244,6 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
             new_code.append(_copy_state(("host.x", *x[1:]), "file.x"))
 
     def fetch_back(x: Value) -> None:
-        if x in fetched:
-            return
-        fetched.add(x)
         if place == "nvme":
             new_code.append(_copy_state(("file.x", *x[1:]), "host.back"))
         source = "host.back" if place == "nvme" else "host.x"
@@ -262,7 +256,8 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
                 copy_out(x)
         if ins.op == RECOMPUTE and (x := ins.reads[0]) in last_use:
             _wait_for_copies(new_code, in_flight)
-            fetch_back(x)
+            if x not in ahead:
+                fetch_back(x)
             new_code.append(Instr(WAIT, reads=(("back", *x[1:]),)))
             if x in next_input:
                 fetch_back(next_input[x])
@@ -283,10 +278,10 @@ LANES = {("", "host"): "d2h", ("host", ""): "h2d", ("host", "host"): "host"}
 
 def _copy(source: Value, into: Value, k: int = -1, phase: str = "") -> Instr:
     """A COPY of a unit's value to another tier, on the lane between the two."""
-    u, tiers = source[1], (source[0].rpartition(".")[0], into[0].rpartition(".")[0])
-    return Instr(COPY, u, k, u, (source,), (into,), LANES.get(tiers, "disk"), phase=phase)
+    tiers = source[0].rpartition(".")[0], into[0].rpartition(".")[0]
+    return on_unit(COPY, source, into, k, lane=LANES.get(tiers, "disk"), phase=phase)
 
 
 def _copy_state(source: Value, kind: str) -> Instr:
     """A COPY of a block's input, which belongs to no unit."""
-    return _copy(source, (kind, *source[1:]), source[2])._replace(unit=-1)
+    return _copy(source, (kind, *source[1:]), source[2])._replace(at=source[1], unit=-1)

@@ -30,6 +30,7 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     gradients,
+    on_unit,
 )
 
 NORM_VALUE: Value = ("norm", 0, 0)
@@ -49,24 +50,24 @@ def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code
     return code + new_code
 
 
-def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -> Code:
+def update(code: Code, *, sharded: bool, mixed: bool, scaled: bool, copied: bool) -> Code:
     """One optimizer step of every unit, in the order in which their gradients are complete.
 
-    stage   ZeRO's stage: with 0 whole units are updated, else shards
-    mixed   whether parameters have 16 bits, with fp32 masters
-    scaled  whether gradients have to be divided by fp16's loss scale
-    copied  whether all gradients are first copied to fp32
+    sharded  whether shards of units are updated (ZeRO), not whole units
+    mixed    whether parameters have 16 bits, with fp32 masters
+    scaled   whether gradients have to be divided by fp16's loss scale
+    copied   whether all gradients are first copied to fp32
     """
-    grad, target = ("gshard", "shard") if stage else ("grad", "w")
+    grad, target = ("gshard", "shard") if sharded else ("grad", "w")
     new_code, units = list(code), gradients(code)
     if copied:
-        new_code += [Instr(COPY, u, -1, u, ((grad, u, 0),), (("wide", u, 0),)) for u in units]
+        new_code += [on_unit(COPY, (grad, u, 0), ("wide", u, 0)) for u in units]
     scale = [SCALE] if scaled else []
     for u in units:
         wide = [("wide", u, 0)] if copied else []  # the 16-bit gradient is read, and so kept, too
         masters = [("master", u, 0)] if mixed else []
         reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0), *masters, *scale)
-        new_code.append(Instr(UPDATE, u, -1, u, reads, ((target, u, 0), *masters)))
+        new_code.append(Instr(UPDATE, unit=u, reads=reads, writes=((target, u, 0), *masters)))
     return new_code
 
 

@@ -27,7 +27,6 @@ def add_parameters(code: Code, model: Model, units: Sequence[Unit]) -> Code:
         if ins.op in COMPUTE:
             w, grads = used(*ins.at)
             ins = ins._replace(
-                unit=w[0][1] if w else -1,
                 reads=ins.reads if ins.op == BACKWARD_WEIGHT else ins.reads + w,
                 writes=ins.writes + grads if ins.op in ADDS_GRADIENTS else ins.writes,
             )

@@ -142,16 +142,6 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     return schedule
 
 
-def uneven_groups(pp: int, microbatches: int) -> tuple[str, str]:
-    """(why, legal) for an error: ``microbatches`` is not a multiple of ``pp``."""
-    near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
-    return (
-        f"schedule='interleaved' runs them through each of a rank's stages in groups of pp={pp}",
-        f"a multiple of {pp}, such as {' or '.join(map(str, near))}; or schedule='1f1b' with "
-        "virtual_stages=1, which takes any number",
-    )
-
-
 def zb_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with a split backward: deferred weight halves fill the bubble at the end of the step.
 
@@ -297,6 +287,16 @@ def checked_sizes(
         legal = "1, or schedule='interleaved' or a function of your own"
         raise illegal("virtual_stages", v, why, legal)
     return pp, microbatches, v
+
+
+def uneven_groups(pp: int, microbatches: int) -> tuple[str, str]:
+    """(why, legal) for an error: ``microbatches`` is not a multiple of ``pp``."""
+    near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
+    return (
+        f"schedule='interleaved' runs them through each of a rank's stages in groups of pp={pp}",
+        f"a multiple of {pp}, such as {' or '.join(map(str, near))}; or schedule='1f1b' with "
+        "virtual_stages=1, which takes any number",
+    )
 
 
 OWN_SCHEDULES = ("f(pp, microbatches)", "f(pp, microbatches, virtual_stages)")

@@ -22,10 +22,9 @@ sec. 4.2.2) sends as much, since an all-reduce is a reduce-scatter and an all-ga
 2 (t-1)/t x more in backward: what f-bar gathered is not saved, because a rank would then save all
 tokens, but gathered again.
 
-A column-parallel layer's backward hides its messages, as in Megatron-LM (the all-reduce since 30
-August 2021, the two of sequence parallelism from its beginning): f-bar gathers again while the
-input's gradient is computed, which does not need it, and the message of that gradient is in flight
-while the weight's gradient is computed. Lab 07.
+A column-parallel layer's backward hides its messages, as in Megatron-LM: f-bar gathers again while
+the input's gradient is computed, which does not need it, and the message of that gradient is in
+flight while the weight's gradient is computed. Lab 07.
 """
 
 from __future__ import annotations

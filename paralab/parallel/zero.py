@@ -47,6 +47,7 @@ from paralab.programs.instructions import (
     completed,
     gradients,
     insert,
+    on_unit,
     reduce_scatter,
     wait,
 )
@@ -66,7 +67,7 @@ def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
         new_code.append(ins)
         for u in completed_at.get(position, ()):
             if alone:
-                new_code.append(Instr(KEEP, u, -1, u, (("grad", u, 0),), (("gshard", u, 0),)))
+                new_code.append(on_unit(KEEP, ("grad", u, 0), ("gshard", u, 0)))
                 continue
             if in_flight is not None and not at_once:
                 new_code.append(wait(in_flight))
@@ -92,7 +93,7 @@ def zero2(code: Code, *, alone: bool = False) -> Code:
             k, grad = ins.mb, ("grad", u, ins.mb)
             part = grad if alone else ("part", u, k)
             op = ADD if u in seen else KEEP  # the first micro-batch's part becomes the sum
-            add = Instr(op, u, k, u, (part,), (("gshard", u, 0),))
+            add = on_unit(op, part, ("gshard", u, 0), k)
             seen.add(u)
             if alone:
                 new_code.append(add)
@@ -105,14 +106,13 @@ def zero2(code: Code, *, alone: bool = False) -> Code:
 
 def replicas(code: Code) -> Code:
     """HSDP: after backward a shard's gradient is summed over the ranks that hold the same shard."""
-    shards = [("gshard", u, 0) for u in sorted(gradients(code))]
-    return code + [all_reduce(v[1], "replica")._replace(reads=(v,), writes=(v,)) for v in shards]
+    return code + [all_reduce(u, "replica", "gshard") for u in sorted(gradients(code))]
 
 
 def gather_updated(code: Code) -> Code:
     """Stages 1 and 2: every updated shard is gathered by all ranks."""
     after = {
-        at: [_gather(v[1], v, ("w", v[1], 0)) for v in ins.writes if v[0] == "shard"]
+        at: [_gather(v, ("w", v[1], 0)) for v in ins.writes if v[0] == "shard"]
         for at, ins in enumerate(code)
     }
     return insert(code, after)
@@ -159,7 +159,7 @@ def zero3(
                 ahead = prefetch + (not alone)
                 copies_before[positions[max(0, index - ahead)]] += fetch(u, source)
             if source != w:
-                gather = _gather(u, source, w, code[positions[0]].mb)
+                gather = _gather(source, w, code[positions[0]].mb)
                 gathers_before[positions[max(0, index - prefetch)]].append(gather)
     new_code: Code = []
     for position, ins in enumerate(code):
@@ -190,9 +190,9 @@ def second_copy(code: Code) -> Code:
             second = ("second", v[1], 0)
             if v[0] == "w" and second not in copied:
                 copied.add(second)
-                new_code.append(Instr(COPY, v[1], ins.mb, v[1], (v,), (second,)))
+                new_code.append(on_unit(COPY, v, second, ins.mb))
     return new_code
 
 
-def _gather(u: int, source: Value, into: Value, k: int = -1) -> Instr:
-    return Instr(ALL_GATHER, u, k, u, (source,), (into,), "dp", phase="param_gather")
+def _gather(source: Value, into: Value, k: int = -1) -> Instr:
+    return on_unit(ALL_GATHER, source, into, k, lane="dp", phase="param_gather")

@@ -70,7 +70,7 @@ def _schedule(refuse: Refusal) -> None:
     """
     program, pp, code = refuse.program, refuse.pp, refuse.code
     ops = program.model.ops
-    scheduled = skeleton(program.spec, program.plan, program.model, only=pp)[pp]
+    scheduled = skeleton(program, only=pp)[pp]
     is_call = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
     due = [turn for turn in _computed(scheduled) if not is_call[turn[1]]]  # without f-bar, g-bar
     computed, nothing = list(_computed(code)), ("", 0, 0, len(code))

@@ -23,7 +23,7 @@ from paralab.programs.derive import derived
 from paralab.programs.instructions import BACKWARDS, RECOMPUTE, Code, Instr, Pass, cut
 from paralab.programs.own import own_passes
 from paralab.programs.program import OPTIMIZERS, Program
-from paralab.programs.skeleton import skeleton, stage_parts, stage_ranges
+from paralab.programs.skeleton import skeleton, stage_parts
 from paralab.programs.tiers import own_master, rows
 from paralab.spec import ModelSpec, Plan
 
@@ -46,7 +46,7 @@ def compiled(
     no valid program.
     """
     program = laid_out(spec, plan, optimizer=optimizer, clips=clips)
-    codes = skeleton(spec, plan, program.model, only=only)
+    codes = skeleton(program, only=only)
     for rank in range(plan.pp) if only is None else (only,):
         codes[rank] = passed(program, rank, codes[rank])
         if final:
@@ -66,7 +66,8 @@ def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Pro
         rank_parts = (model.numels[part] for parts in stages[rank :: plan.pp] for part in parts)
         sizes = {name: size for numels in rank_parts for name, size in numels.items()}
         units.append(buckets.units(sizes, spec, plan))
-    ranges = stage_ranges(spec, plan, model)
+    ops_of = {name: (i, j) for name, i, j in model.parts}
+    ranges = tuple((ops_of[parts[0]][0], ops_of[parts[-1]][1]) for parts in stages)
     return Program(spec, plan, optimizer, clips, model, ranges, tuple(units))
 
 
@@ -121,7 +122,7 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
         yield lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
     yield lambda code: optimizer.update(
-        code, stage=stage, mixed=mixed, scaled=scaled, copied=copied
+        code, sharded=stage > 0, mixed=mixed, scaled=scaled, copied=copied
     )
     if stage in (1, 2) and not alone:
         yield zero.gather_updated

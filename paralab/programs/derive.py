@@ -33,7 +33,7 @@ def add_waits(code: Code) -> Code:
     in_flight = {}  # value -> the call that writes it
     readers = {}  # value -> calls in flight that read it
     predecessors = {}  # id of a worker's call -> calls its lane waits for
-    superseded = set()  # ids of calls that share the WAIT of a later call, see below
+    superseded = set()  # ids of calls that share the WAIT of a later call that writes the same
     waited = set()  # ids of calls that have ended
     last_send = {}
 
@@ -63,20 +63,15 @@ def add_waits(code: Code) -> Code:
             if call is not None:
                 add_wait(call)
             continue
-        worker = lane in WORKERS
+        worker, conflicts = lane in WORKERS, []  # calls whose values this one uses or overwrites
         if not written.isdisjoint(reads):
-            for v in reads:
-                call = in_flight.get(v)
-                if call is not None and not (worker and call.lane in WORKERS):
-                    add_wait(call)
+            conflicts += map(in_flight.get, reads)
         if not (written.isdisjoint(writes) and being_read.isdisjoint(writes)):
             for v in writes:
-                call = in_flight.get(v)
-                if call is not None and not (worker and call.lane in WORKERS):
-                    add_wait(call)
-                for call in tuple(readers.get(v, ())):
-                    if not (worker and call.lane in WORKERS):
-                        add_wait(call)
+                conflicts += in_flight.get(v), *readers.get(v, ())
+        for call in conflicts:
+            if call is not None and not (worker and call.lane in WORKERS):
+                add_wait(call)
         if op == SEND:
             previous = last_send.get(ins.peer)
             if previous is not None and previous.writes[0] in in_flight:
@@ -87,7 +82,6 @@ def add_waits(code: Code) -> Code:
             if worker:
                 used_calls = (in_flight.get(v) for v in (*reads, *writes))
                 predecessors[id(ins)] = [call for call in used_calls if call is not None]
-                # A call that writes the same values: the WAIT for it is a WAIT for both.
                 superseded |= {id(call) for call in predecessors[id(ins)] if call.writes == writes}
             for ended in (waited, superseded):  # a pass may put one instruction into a list twice
                 ended.discard(id(ins))

@@ -95,12 +95,13 @@ class Instr(NamedTuple):
     """One instruction.
 
     op      one of `OPS`
-    at      for compute: the ops (i, j) that it runs; for a message: the boundary between ops; for a
-            sum of gradients that only some ranks share: (axis, phase); for a WAIT: its call's op;
-            for others that concern a unit: the unit
+    at      for compute: the ops (i, j) that it runs; where a state is sent, gathered or copied: its
+            boundary between ops; for a sum of gradients that only some ranks share: (axis, phase);
+            for a WAIT: its call's op
     mb      the micro-batch, or -1
-    unit    the number of the unit that it concerns, or -1
-    reads, writes  the values that it reads and writes
+    unit    the number of the unit that it moves, sums or updates, or -1
+    reads, writes  the values that it reads and writes; its operand (a state, what was saved, a
+            gradient) and its result come first
     lane    "": the rank's own thread (a GPU's compute stream) executes it. Else the axis of the
             group that communicates, or "h2d", "d2h", "disk", "host": the instruction only starts
             the call, and a WAIT precedes the first use of its result (it has the call's lane)
@@ -220,9 +221,9 @@ def sums_shared(ins: Instr) -> bool:
     return ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
 
 
-def all_reduce(unit: int, axis: str = "dp") -> Instr:
-    """The sum of a unit's gradient over the ranks of ``axis``, in place."""
-    return _grad_sync(ALL_REDUCE, unit, axis, "grad", "grad")
+def all_reduce(unit: int, axis: str = "dp", kind: str = "grad") -> Instr:
+    """The sum of a unit's gradient, or of its shard, over the ranks of ``axis``, in place."""
+    return _grad_sync(ALL_REDUCE, unit, axis, kind, kind)
 
 
 def reduce_scatter(unit: int, axis: str = "dp") -> Instr:
@@ -236,12 +237,14 @@ def all_gather(unit: int, axis: str = "dp") -> Instr:
 
 
 def _grad_sync(op: str, unit: int, axis: str, read: str, written: str) -> Instr:
-    reads, writes = ((read, unit, 0),), ((written, unit, 0),)
-    return Instr(op, unit, -1, unit, reads, writes, axis, phase="grad_sync")
+    return on_unit(op, (read, unit, 0), (written, unit, 0), lane=axis, phase="grad_sync")
+
+
+def on_unit(op: str, source: Value, into: Value, k: int = -1, **lane_and_phase: str) -> Instr:
+    """``op`` from one value of a unit to another, in micro-batch k."""
+    return Instr(op, 0, k, source[1], (source,), (into,), **lane_and_phase)
 
 
 def wait(call: Instr) -> Instr:
-    """A WAIT for ``call`` at this place. Without one, the rank waits where the result is first
-    used.
-    """
+    """A WAIT for ``call`` here. Without one, the rank waits where the result is first used."""
     return Instr(WAIT, reads=call.writes)

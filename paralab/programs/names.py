@@ -2,7 +2,7 @@
 
 A range of ops is named after its part of the model, or after its first and last op; a unit after
 its part or its only parameter, otherwise by number, "bucket 2". A micro-batch is "mb 5"; ranks are
-global. Errors, the printed program and program differences all use these names.
+global. The checks' errors, the printed program and program differences all use these names.
 """
 
 from __future__ import annotations

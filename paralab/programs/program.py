@@ -76,7 +76,7 @@ class Program:
         return BYTES_PER_ELEMENT[self.precision_of(kind)]
 
     @property
-    def widens(self) -> bool:
+    def update_widens(self) -> bool:
         """Whether an UPDATE makes an fp32 copy of its own unit's 16-bit gradient."""
         return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
 
@@ -87,7 +87,7 @@ class Program:
         widening 16-bit gradients 6 more.
         """
         values = 7 if self.optimizer == "adamw" else 3
-        return 4 * values + 6 * (self.model.item < 4) + 6 * self.widens
+        return 4 * values + 6 * (self.model.item < 4) + 6 * self.update_widens
 
     def size(self, value: Value, rank: int) -> Size:
         """The size of a value on a pipeline rank."""

@@ -6,10 +6,10 @@ own schedule; parallel/lowering.py adds the messages in an order that cannot dea
 
 from __future__ import annotations
 
-from paralab.model.build import Model
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import relay
 from paralab.programs.instructions import ACTIONS, MESSAGES, RECEIVE, SEND, Code, compute, message
+from paralab.programs.program import Program
 from paralab.spec import ModelSpec, Plan
 
 
@@ -18,17 +18,12 @@ def stage_parts(spec: ModelSpec, plan: Plan) -> list[tuple[str, ...]]:
     return partition(spec, plan.stages, plan.microbatch_size)
 
 
-def stage_ranges(spec: ModelSpec, plan: Plan, model: Model) -> tuple[tuple[int, int], ...]:
-    """Ops (i, j) of every stage."""
-    where = {name: (i, j) for name, i, j in model.parts}
-    return tuple((where[names[0]][0], where[names[-1]][1]) for names in stage_parts(spec, plan))
-
-
-def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = None) -> list[Code]:
+def skeleton(program: Program, *, only: int | None = None) -> list[Code]:
     """Per pipeline rank its compute and its messages, in an order that is safe for NCCL.
 
     only  the one rank whose list is built; the other lists are empty
     """
+    plan, stages, model = program.plan, program.stages, program.model
     n = len(model.ops)
     if plan.relays:
         actions = relay(len(model.parts), plan.microbatches)
@@ -40,7 +35,7 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
     steps = lowering.lowered(order(plan.actions(), plan.stages, plan.microbatches))
     op_of = {CODE[letter]: op for letter, op in ACTIONS.items()}
     op_of |= {lowering.SEND: SEND, lowering.RECV: RECEIVE}
-    stages, codes = stage_ranges(spec, plan, model), [[] for _ in range(plan.pp)]
+    codes: list[Code] = [[] for _ in range(plan.pp)]
     for r in range(plan.pp) if only is None else [only]:
         own_steps = slice(steps.first[r], steps.first[r + 1])
         columns = (column[own_steps].tolist() for column in steps[1:])

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
+from paralab.spec.tiers import Offload
 
 BUFFERS = 2  # of a ring
 PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}  # of a value's kind, by its place
@@ -33,12 +34,17 @@ _RINGS = {
     **dict.fromkeys(("host.x", "host.back"), "inputs"),  # only if they live in files
 }
 GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters
-_CATEGORY = {
+CATEGORY = {  # of a kind's memory; of a state also the field of `Offload` that has its place
     **dict.fromkeys(GRADIENTS, "gradients"),
     **dict.fromkeys(("w", "shard", "piece"), "parameters"),
     **dict.fromkeys(("x", "back"), "activations"),
     **dict.fromkeys(("opt", "count", "norm"), "optimizer"),
 }
+
+
+def tier_of(tiers: Offload, kind: str) -> str:
+    """The tier of a kind of state, as the prefix of its values: "host.", "file.", or ""."""
+    return PREFIX[getattr(tiers, CATEGORY[kind])]
 
 
 def own_master(plan: Any) -> bool:
@@ -80,7 +86,7 @@ def size(program: Any, value: Value, rank: int) -> tuple[str, int]:
     if kind == "host.verdict" or ring(program.plan, value):
         return "buffers", 0
     item, count = elements(program, value, rank)
-    return _CATEGORY[kind.rpartition(".")[2]], item * count
+    return CATEGORY[kind.rpartition(".")[2]], item * count
 
 
 def rings(program: Any, rank: int) -> dict[str, int]:
@@ -101,12 +107,11 @@ def lasting(program: Any, rank: int) -> Iterator[Value]:
     tiers = program.plan.tiers
     yield from (("host.ring", name, 0) for name in rings(program, rank))
     for u in range(len(program.units[rank]) if tiers is not None and tiers.states else 0):
-        if tiers.parameters != "device":
-            yield PREFIX[tiers.parameters] + "shard", u, 0
-        if tiers.gradients != "device":
-            yield PREFIX[tiers.gradients] + "gshard", u, 0
+        for kind in ("shard", "gshard"):
+            if tier := tier_of(tiers, kind):
+                yield tier + kind, u, 0
         if rows(program):
-            yield PREFIX[tiers.optimizer] + "opt", u, 0
+            yield tier_of(tiers, "opt") + "opt", u, 0
         yield from (("host.count", u, 0), ("host.norm", u, 0))
 
 
@@ -145,4 +150,4 @@ def moved(program: Any, ins: Instr, rank: int) -> Moved:
     if ins.lane == "disk":
         op = "write" if value is written else "read"
     item, count = elements(program, value, rank)
-    return Moved(op, _CATEGORY[value[0].rpartition(".")[2]], item * count)
+    return Moved(op, CATEGORY[value[0].rpartition(".")[2]], item * count)
