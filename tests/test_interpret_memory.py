@@ -29,8 +29,6 @@ SEEDS = range(int(COUNT)) if COUNT else (3, 5, 11, 15, 18, 23, 24, 26, 29)
 MODEL = pl.ModelSpec(**drawn.SMALL)
 Held = list[dict[Kind, int]]
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-
 
 def own(spec: pl.ModelSpec) -> Any:
     """A block of one's own, whose last layer keeps its result."""

@@ -33,7 +33,6 @@ from paralab.programs.tiers import moved
 from paralab.report.report import Report
 from together import MODEL, Case, Trained, assert_same_bits, case, cases, in_turn, named, reports
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 STATES = ("parameters", "gradients", "optimizer")
 FILES = {**dict.fromkeys(STATES, "nvme"), "cached": True}
 HOST = dict.fromkeys(STATES, "cpu")

@@ -23,8 +23,6 @@ FEW = list({one.name: one for one in (*each_value(), *OFFLOAD, SCALED)}.values()
 PLANS = ALL if os.environ.get("PARALAB_VIRTUAL_PLANS") else FEW
 TOGETHER = 12  # plans with as many ranks that train in one launch
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-
 
 @pytest.fixture(scope="module")
 def trained() -> Callable[[Case], Found]:
