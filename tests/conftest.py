@@ -44,6 +44,11 @@ LONG = ("composed", "launch_failures", "programs_equal", "labs_meta", "search", 
         "exercises_08", "exercises_03", "outline", "binder")  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """ZeRO-3 in a pipeline is legal and slow, which a warning says: of it many plans are tested."""
+    config.addinivalue_line("filterwarnings", "ignore:zero_stage=3 with pp")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Pages first, then the labs' notebooks, then LONG, then all other files."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 
 import paralab as pl
 from paralab.spec import SCHEDULE_NAMES
@@ -60,9 +59,7 @@ def legal(
         try:
             other = model.replace(**{n: v for n, v in more.items() if n in of_model})
             changed = plan.replace(**{n: v for n, v in more.items() if n in of_plan})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                changed.validate(other)
+            changed.validate(other)
         except ValueError:
             continue
         if changed.world_size <= ranks:

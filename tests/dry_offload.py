@@ -1,7 +1,7 @@
 """A rank's other memory on torch's "meta" device: sizes and names, and nothing is moved.
 
-With `dry_host` the witness of predicted memory (witness_memory.py) runs plans that offload: a job
-is written down, and over; host memory has no bytes, and files are nowhere.
+In `dry_host` the witness of predicted memory (witness_memory.py) runs its plans: a job is written
+down, and over; host memory has no bytes, and files are nowhere.
 """
 
 from __future__ import annotations

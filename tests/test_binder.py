@@ -23,9 +23,8 @@ from jupyter_client import BlockingKernelClient
 
 from browser.server import Server, serving
 from patience import HANG_S
-from processes import ran
+from processes import ROOT, ran
 
-ROOT = Path(__file__).resolve().parent.parent
 BINDER = ROOT / "binder"
 MAKEFILE = (ROOT / "Makefile").read_text()
 LIMIT_BYTES = 1e9  # mybinder.org promises 1 GB and allows 2

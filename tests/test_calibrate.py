@@ -17,6 +17,7 @@ from paralab.interpret.predict import predict
 from paralab.theory import fit
 from paralab.theory.traffic import wire_bytes
 from processes import printed
+from refusals import refuses
 
 KINDS = ("forward", "input", "weight")  # of matrix products
 
@@ -167,13 +168,10 @@ def test_a_run_on_gpus_is_replayed_and_compared_on_gpus(measurements, two_gpus, 
 
 def test_without_gpus_a_run_on_gpus_asks_for_a_cluster(measurements, monkeypatch, on_gpus):
     monkeypatch.setattr(calibrate, "gpus", lambda: ())
-    with pytest.raises(ValueError, match=r"device='tpu'.*legal: .*cuda"):
-        pl.Cluster.local(device="tpu")
+    refuses(r"device='tpu'.*legal: .*cuda", pl.Cluster.local, device="tpu")
     for ask in (on_gpus.replay, on_gpus.bubbles, lambda: pl.Cluster.local(device="cuda")):
-        with pytest.raises(ValueError, match="no GPU here.* cluster= the machine that has GPUs"):
-            ask()
-    with pytest.raises(ValueError, match="run was on GPUs.* cluster="):
-        pl.compare(predict(MODEL, pl.Plan(dp=2)), on_gpus)
+        refuses("no GPU here.* cluster= the machine that has GPUs", ask)
+    refuses("run was on GPUs.* cluster=", pl.compare, predict(MODEL, pl.Plan(dp=2)), on_gpus)
     preset = pl.Cluster.preset("dgx-a100")
     assert on_gpus.replay(preset).cluster == preset
     assert pl.compare(predict(MODEL, pl.Plan(dp=2), preset), on_gpus).replayed.cluster == preset

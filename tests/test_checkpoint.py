@@ -24,7 +24,7 @@ import torch
 import pairwise
 import paralab as pl
 from equality import worst
-from paralab import checkpoint, cli
+from paralab import checkpoint
 from paralab.interpret.pieces import pieces
 from paralab.interpret.train import Trainer, train
 from paralab.launch import launch_program
@@ -32,9 +32,9 @@ from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
 from paralab.report import boxes, checkpoints
 from paralab.report.storage import seal
+from processes import ROOT
 from refusals import refuses
 
-ROOT = Path(__file__).resolve().parent.parent
 PLANS = {
     "one device": pl.Plan(microbatches=4),
     "dp=2": pl.Plan(dp=2, microbatches=2),
@@ -244,7 +244,7 @@ def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, sav
         said = f"trained with {name}={was}, this run has {name}={now}; legal: {name}={was}, or re"
         refuses(said, run, deep, **asked | settings, resume_changes=every - {name})
         changed |= settings
-    assert run(deep, **asked | changed, resume_changes=every).meta["first_step"] == 2
+    assert run(deep, **asked | changed, resume_changes=[*every]).meta["first_step"] == 2
     shutil.copy(text, other)  # equal text elsewhere is the same data
     assert run(deep, **asked, data=other).meta["first_step"] == 2
     for changes, said in (
@@ -548,14 +548,3 @@ def test_a_folder_that_is_removed_during_the_training_is_named_and_left_to_other
     assert folder.exists() == made_again
     if made_again:
         assert (folder / "latest").read_bytes() == (saved / "latest").read_bytes()
-
-
-# ---- where it is called from --------------------------------------------------------------------
-def test_the_command_line_saves_and_resumes(tmp_path, text):
-    small = ["--layers", "1", "--hidden", "8", "--heads", "1", "--seq-len", "8", "--steps", "2"]
-    where = ["--data", str(text), "--checkpoint", str(tmp_path)]
-    assert cli.main(["run", *small, *where, "--save-every", "1"]) == 0
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    other = ["--dp", "2", "--lr", "0.01", "--resume-changes", "lr,global_batch"]
-    assert cli.main(["run", *small, *where, "--resume", str(tmp_path), *other]) == 0
-    assert latest(tmp_path).name == "step-00000004"

@@ -169,7 +169,6 @@ def test_killed_at_random_moments_a_training_goes_on_where_it_was(run, tmp_path)
             seen.append(published(folder))
             for rank in children(_shared_server._server.pid):
                 os.kill(rank, signal.SIGKILL)
-            seen.append(published(folder))
 
         executioner = threading.Thread(target=end)
         executioner.start()
@@ -178,7 +177,8 @@ def test_killed_at_random_moments_a_training_goes_on_where_it_was(run, tmp_path)
         executioner.join()
         left_over += any(folder.glob(".saving-*/*"))
         found = checkpoints.find(folder)
-        assert found.folder.name in seen
+        # Not before the ranks are gone: one that is killed in a rename may still end it.
+        assert seen[0] <= found.folder.name == published(folder)
         gone_on[found.step] = run(MODEL, PLAN, steps=2, resume=folder).losses
     expected = run(MODEL, PLAN, steps=max(gone_on) + 2).losses
     for step, losses in gone_on.items():

@@ -26,10 +26,9 @@ from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.spec import Cluster, ModelSpec, Plan
-from processes import python
+from processes import ROOT, python
 from refusals import shell_refuses as refused
 
-ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -88,10 +87,13 @@ def test_every_field_is_explained_by_what_the_docstring_says_first():
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):
     line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
     words = ["--bucket-bytes", "64 kib", "--timeout", "30", "--data", "my text.txt"]
-    assert cli.main([*line.split(), *words, "--preset", "gpt2", "--layers", "2"]) == 0
+    kept = "--preset gpt2 --layers 2 --checkpoint to --save-every 2 --resume from "
+    kept += "--resume-changes lr,global_batch"
+    assert cli.main([*line.split(), *words, *kept.split()]) == 0
     experiment.run.assert_called_once_with(
         ModelSpec.preset("gpt2").replace(layers=2), Plan(dp=4, bucket_bytes=2**16), steps=8, lr=0.1,
         optimizer="sgd", clip_norm=1, seed=3, device="cpu", timeout=30, data="my text.txt",
+        save="to", save_every=2, resume="from", resume_changes=["lr", "global_batch"],
     )  # fmt: skip
 
 
@@ -274,11 +276,12 @@ def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys
 
 def test_a_dry_run_is_of_the_cluster_that_is_named(capsys):
     """On GPUs no rank writes the s x s scores down."""
-    words = "dry-run --preset gpt2 --dp 2"
+    words = "dry-run --preset gpt2 --pp 2 --rank 1 --optimizer sgd"
     for more, device in (("", None), (" --cluster dgx-a100", Cluster.preset("dgx-a100"))):
         assert cli.main(shlex.split(words + more)) == 0
-        report = dry_run(ModelSpec.preset("gpt2"), Plan(dp=2), cluster=device)
-        assert f"{round(report.peak_memory / 1e6):,}" in capsys.readouterr().out
+        how = {"cluster": device, "rank": 1, "optimizer": "sgd"}
+        report, said = dry_run(ModelSpec.preset("gpt2"), Plan(pp=2), **how), capsys.readouterr().out
+        assert f"{round(report.peak_memory / 1e6):,}" in said and "rank 1 of 2 ranks" in said
 
 
 def test_numbers_are_readable_on_every_scale(capsys, tmp_path):

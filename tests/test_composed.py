@@ -25,8 +25,6 @@ CASES = [
     Case(one.name, one.model, one.plan, (("clip_norm", one.clip_norm),)) for one in cover().cases
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-
 
 @pytest.fixture(scope="module")
 def trained(text) -> Trained:

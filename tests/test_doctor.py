@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,9 @@ import pytest
 from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
 from paralab.instruments import calibrate
-from processes import python
+from processes import ROOT, python
 from refusals import shell_refuses
 
-ROOT = Path(__file__).resolve().parent.parent
 GB, MB = 10**9, 10**6
 
 TORCH = {"version": "2.13.0", "cuda": None, "gpus": [], "backends": ["gloo"], "error": None}

@@ -10,8 +10,7 @@ from math import prod
 import pytest
 
 import paralab as pl
-from paralab import cli
-from refusals import shell_refuses
+from refusals import refuses
 from stated import TIERS
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
@@ -123,8 +122,7 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
         lambda: big.live_activations(), lambda: pl.compare(big, big),
     ]  # fmt: skip
     for ask in refused:
-        with pytest.raises(ValueError, match="clock='dry run'.*needs times.*pl.predict"):
-            ask()
+        refuses("clock='dry run'.*needs times.*pl.predict", ask)
     big.save(tmp_path / "dry.json")
     again = pl.load(tmp_path / "dry.json")
     assert again.clock == "dry run" and again.memory.equals(big.memory)
@@ -140,11 +138,4 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*needs 3072"),
 ], ids=str)  # fmt: skip
 def test_what_no_run_could_do_is_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        pl.dry_run(**{"model": TRILLION, "plan": BIG, **arguments})
-
-
-def test_a_shell_has_it_too(capsys):
-    given = "dry-run --layers 4 --tp 2 --optimizer sgd --rank"
-    assert cli.main([*given.split(), "1"]) == 0 and "rank 1 of 2 ranks" in capsys.readouterr().out
-    assert "rank=2" in shell_refuses(capsys, *given.split(), "2")
+    refuses(said, pl.dry_run, **{"model": TRILLION, "plan": BIG, **arguments})

@@ -9,6 +9,7 @@ from paralab import view
 from paralab.instruments import heap, memory
 from paralab.instruments.heap import Storage
 from paralab.launch import launch_program
+from refusals import refuses
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 KB = 1024
@@ -108,10 +109,8 @@ def test_the_map_of_addresses_says_which_request_fails(found):
         chart = view.addresses(spaces, event, request)
         assert chart.finding.endswith(f" at the line is served in {served}")
     assert len(chart.table) == 2 * len(found)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        view.addresses({}, event, 1)
+    refuses("nothing to draw", view.addresses, {}, event, 1)
 
 
 def test_several_ranks_are_refused():
-    with pytest.raises(ValueError, match="a plan of one rank"):
-        heap.storages(MODEL, pl.Plan(dp=2))
+    refuses("a plan of one rank", heap.storages, MODEL, pl.Plan(dp=2))

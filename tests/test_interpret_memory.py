@@ -17,7 +17,6 @@ from torch import nn
 
 import drawn
 import paralab as pl
-from dry_offload import dry_host
 from paralab.interpret.memory import Kind, Memory, memory, moments
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
@@ -28,8 +27,6 @@ COUNT = os.environ.get("PARALAB_MEMORY_PLANS")
 SEEDS = range(int(COUNT)) if COUNT else (3, 5, 11, 15, 18, 23, 24, 26, 29)
 MODEL = pl.ModelSpec(**drawn.SMALL)
 Held = list[dict[Kind, int]]
-
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 
 def own(spec: pl.ModelSpec) -> Any:
@@ -152,8 +149,7 @@ def assert_exact(said: Memory, expected: Held, seen: Witness) -> None:
 def test_between_two_instructions_memory_is_the_ledgers_to_the_byte(name):
     model, plan, settings = case(name)
     for rank in range(plan.world_size):
-        with dry_host():
-            seen = witness(model, plan, rank, **settings)
+        seen = witness(model, plan, rank, **settings)
         said, behind = predicted(model, plan, rank, **settings)
         assert_exact(said, behind, seen)
         if said.peak == seen.peak and plan.tp_mode == "1d":  # a grid's blocks that come in are work
@@ -200,8 +196,7 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
         peaks = []
         for rank in dict.fromkeys((alike[0], alike[-1])):
-            with dry_host():
-                seen = witness(model, plan, rank, **settings)
+            seen = witness(model, plan, rank, **settings)
             said, behind = predicted(model, plan, rank, **settings)
             assert_exact(said, behind, seen)
             assert said.peak >= 0.99 * seen.peak, rank
@@ -220,8 +215,7 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan):
     plan = pl.Plan(**plan, precision="fp16", grad_dtype="fp32-copy")
     for pp in range(plan.pp):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
-        with dry_host():
-            peaks = [witness(MODEL, plan, rank, clip_norm=1.0).peak for rank in alike]
+        peaks = [witness(MODEL, plan, rank, clip_norm=1.0).peak for rank in alike]
         assert predicted(MODEL, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
 
 
@@ -252,8 +246,7 @@ def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """
     model, plan = MODEL.replace(**{"vocab": 264, **model}), pl.Plan(**plan)
     for rank in range(plan.tp * plan.pp):
-        with dry_host():
-            seen = witness(model, plan, rank)
+        seen = witness(model, plan, rank)
         assert predicted(model, plan, rank)[0].peak == seen.peak, rank
 
 

@@ -21,7 +21,7 @@ from paralab.programs.program import Program
 from paralab.programs.skeleton import stage_parts
 from paralab.spec import links
 from test_programs_offload import copies_of, held_by
-from together import reports
+from together import Case, Trained, named
 
 MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
 ONE_NODE = oracles.MACHINE.replace(nodes=1, devices_per_node=8, cores=8)  # gloo adds up itself
@@ -58,26 +58,18 @@ PLANS: dict[str, dict[str, Any]] = {
         "schedule": "l2l"},
 }  # fmt: skip
 CLIPPED = ("ZeRO-3", "1F1B, copy of the embedding", "sequence parallel")  # so the norm is summed
-every_plan = pytest.mark.parametrize("name", PLANS)
+CASES = [
+    Case(name, MODEL, pl.Plan(**settings), (
+        ("optimizer", "adamw"), ("lr", 1e-3), ("keep_state", False),
+        ("clip_norm", 0.05 if name in CLIPPED else None)))
+    for name, settings in PLANS.items()
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def ran(text):
+def ran(text) -> Trained:
     """Two steps of each plan on real ranks; without strict mode, which waits for peers too."""
-    known: dict[str, pl.Report] = {}
-    plans = {name: pl.Plan(**settings) for name, settings in PLANS.items()}
-
-    def train(name: str) -> pl.Report:
-        if name not in known:
-            alike = [n for n, plan in plans.items() if plan.world_size == plans[name].world_size]
-            jobs = [
-                (MODEL, plans[n], {"steps": 2, "clip_norm": 0.05 if n in CLIPPED else None})
-                for n in alike
-            ]
-            known.update(zip(alike, reports(jobs, text, strict=False), strict=True))
-        return known[name]
-
-    return train
+    return Trained(CASES, text, strict=False)
 
 
 def recorded(report: pl.Report, rank: int) -> list[tuple]:
@@ -88,10 +80,10 @@ def recorded(report: pl.Report, rank: int) -> list[tuple]:
     return [tuple(row) for row in calls[columns].itertuples(index=False)]
 
 
-@every_plan
-def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, name):
-    report = ran(name)
-    program = compiled(MODEL, report.plan, clips=name in CLIPPED)
+@named(CASES)
+def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, one):
+    report = ran[one]
+    program = compiled(MODEL, report.plan, clips=one.name in CLIPPED)
     for rank in range(report.plan.world_size):
         assert [tuple(row) for row in rows(program, rank)] == recorded(report, rank)
 
@@ -116,9 +108,9 @@ def boxes(report: pl.Report, rank: int) -> list[tuple]:
     return list(zip(*columns, waited, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name not in CLIPPED])
-def test_predicted_boxes_are_the_boxes_of_a_run(ran, name):
-    report = ran(name)
+@named([one for one in CASES if one.name not in CLIPPED])
+def test_predicted_boxes_are_the_boxes_of_a_run(ran, one):
+    report = ran[one]
     expect = predict(MODEL, report.plan, ONE_NODE, steps=2, detail="calls")
     columns = ["rank", "lane", "op", "category", "bytes"]
     mine, theirs = (

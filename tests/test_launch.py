@@ -35,6 +35,7 @@ from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import ESSENTIAL, START, TO_TRAIN, WHEN_IDLE, kill, start_method
 from paralab.ranks.watch import Run
 from processes import below_the_server, is_alive, printed, python, until
+from refusals import refuses
 
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks import no tests
@@ -278,8 +279,7 @@ LOCK = threading.Lock()
 def test_a_wrong_argument_is_refused_before_a_process_starts(monkeypatch, settings, named) -> None:
     monkeypatch.setattr(_SharedServer, "server", lambda self: pytest.fail("a process was started"))
     given = {"fn": sum_of_ranks, "ranks": 2, **settings}
-    with pytest.raises(ValueError, match=named):
-        pl.launch(given.pop("fn"), **given)
+    refuses(named, pl.launch, given.pop("fn"), **given)
 
 
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
@@ -426,8 +426,7 @@ def test_the_start_method_is_the_systems_unless_the_environment_asks(monkeypatch
             patch.setattr(sys, "platform", system)
             assert start_method() == usual
     monkeypatch.setenv(START, "spoon")
-    with pytest.raises(ValueError, match="PARALAB_START='spoon': .*legal: 'fork' | 'spawn'"):
-        pl.launch(sum_of_ranks, ranks=1)
+    refuses("PARALAB_START='spoon': .*legal: 'fork' | 'spawn'", pl.launch, sum_of_ranks, ranks=1)
 
 
 def test_windows_is_refused_with_what_works_there() -> None:

@@ -352,7 +352,7 @@ def test_a_limit_is_bytes_or_text():
         "1.5KiB": 1536, "2GB": 2 * 10**9, "1TB": 10**12, "2TiB": 2**41,
     }.items():  # fmt: skip
         assert num_bytes("memory_limit", value) == found
-    for value in (0, -1, 1.5, True, "much", "0MB", "-1MB", "1e400MB", "", "0.5"):
+    for value in (1.5, "1e400MB", ""):  # more of them in test_spec.py
         refuses(r"memory_limit=.*64MB.*64MiB", num_bytes, "memory_limit", value)
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paralab as pl
 from paralab import cli
 from processes import below_the_server, python, until
-from refusals import shell_refuses
+from refusals import refuses, shell_refuses
 from stated import NODES
 from trainings import sharded, trained
 
@@ -447,14 +447,12 @@ def test_a_failure_is_said_and_no_process_is_left(how, said):
 
 def test_settings_are_refused_before_a_process_starts():
     for settings in ({"steps": "some"}, {"memory_steps": -1}, {"ranks": 0}, {"nodes": 9}):
-        with pytest.raises(ValueError, match="legal: "):
-            pl.observe(ddp, **settings)
+        refuses("legal: ", pl.observe, ddp, **settings)
     with pytest.raises(ValueError, match="fn='x'"):
         pl.observe("x")  # no such script
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
-    with pytest.raises(ValueError, match="without a function, pl.observe observes this process"):
-        pl.observe(ranks=7)
+    refuses("without a function, pl.observe observes this process", pl.observe, ranks=7)
     pl.step()  # without an observation nothing happens
 
 
@@ -677,5 +675,4 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
     expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    with pytest.raises(ValueError, match="4 ranks were predicted, and the run had 2"):
-        pl.compare(expect, reference(False))
+    refuses("4 ranks were predicted, and the run had 2", pl.compare, expect, reference(False))

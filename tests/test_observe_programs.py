@@ -222,31 +222,22 @@ def two_levels(backwards, each):
     trained(forward, 256, update=update, steps=2, backwards=backwards)
 
 
-def evaluates_closures():
-    model = ddp(layers(1, 64))
-    update, x = torch.optim.LBFGS(model.parameters(), max_iter=4), torch.randn(32, 64)
+def evaluates_closures(last):
+    """Every micro-batch; or of two the last, as Lightning's Trainer does."""
+    model, x = ddp(layers(1, 64)), torch.randn(32, 64)
+    own = model.parameters()
+    update = torch.optim.SGD(own, 0.1) if last else torch.optim.LBFGS(own, max_iter=4)
 
     def closure():
-        update.zero_grad()
+        if not last:
+            update.zero_grad()
         (loss := model(x).square().mean()).backward()
         return loss
 
     for _ in range(3):
-        update.step(closure)
-
-
-def evaluates_the_last_closure():
-    """Of two micro-batches the optimizer evaluates the second, as Lightning's Trainer does."""
-    model = ddp(layers(1, 64))
-    update, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(32, 64)
-
-    def closure():
-        (loss := model(x).square().mean()).backward()
-        return loss
-
-    for _ in range(3):
-        with model.no_sync():
-            closure()
+        if last:
+            with model.no_sync():
+                closure()
         update.step(closure)
 
 
@@ -583,10 +574,10 @@ SAID = {
     (two_levels, 2, False): (4, {TIMES: (TWO,), FORM: ("axis replicate: " + SUMMED + "2 (n",)}),
     (two_levels, 2, True): (
         4, {TIMES: (EVERY + "2 times Ψ",), FORM: ("axis replicate: " + SUMMED + "4 (n",)}),
-    (evaluates_closures,): (2, {TIMES: (
+    (evaluates_closures, False): (2, {TIMES: (
         "4 times Ψ is reduced per step, which has 4 backward passes, with those of a closure that "
         "the optimizer evaluates.",)}),
-    (evaluates_the_last_closure,): (2, {TIMES: (TWO[:-1] + ", with those of a closure",)}),
+    (evaluates_closures, True): (2, {TIMES: (TWO[:-1] + ", with those of a closure",)}),
     (unequal_steps,): (2, {
         CALLS: ("1 × all_reduce of 0.263 MB",), FORM: (": 2 (n−1)/n Ψ = 0.263 MB per rank",),
         TIMES: (ONCE,), UNKNOWN: ("from 2 to 5 steps that count",)}),

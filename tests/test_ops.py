@@ -71,7 +71,10 @@ class Turn(Squash):
         self.turns = nn.Parameter(torch.randn(spec.hidden, 2))
 
     def forward(self, x):
-        return (torch.complex(x, super().forward(x)) * torch.view_as_complex(self.turns)).real
+        return (torch.complex(x, super().forward(x)) * self.complex()).real
+
+    def complex(self):
+        return torch.view_as_complex(self.turns)
 
 
 class Sharing(Squash):
@@ -276,15 +279,11 @@ def moved(weights, begin: int):
     return copies
 
 
-class Retyped(Squash):
+class Retyped(Turn):
     """The same, seen by its dtype."""
 
-    def __init__(self, spec: pl.ModelSpec) -> None:
-        super().__init__(spec)
-        self.turns = nn.Parameter(torch.randn(2 * spec.hidden))
-
-    def forward(self, x):
-        return (torch.complex(x, super().forward(x)) * self.turns.view(x.dtype.to_complex())).real
+    def complex(self):
+        return self.turns.view(self.turns.dtype.to_complex()).flatten()
 
 
 @pytest.mark.parametrize("block", [Own, Turn, Retyped])

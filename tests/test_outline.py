@@ -14,9 +14,9 @@ from paralab.interpret.predict import predict
 from paralab.interpret.totals import Totals
 from paralab.parallel.schedules import Action, one_f_one_b
 from paralab.programs.instructions import WORKERS
+from refusals import refuses
 from stated import mixed
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
 DEEP = MODEL.replace(layers=8)
 LINK = {"alpha": 3e-6, "bandwidth": 1e10}
@@ -224,8 +224,7 @@ def test_every_picture_and_table_reads_an_outline(name, tmp_path):
     actions.save(tmp_path / "report.json")
     again = pl.load(tmp_path / "report.json")
     assert again.summary().equals(actions.summary())
-    with pytest.raises(ValueError, match="in an outline, calls are summed up"):
-        actions.replay(FAST)
+    refuses("in an outline, calls are summed up", actions.replay, FAST)
     # Per rank, not per rank of the plan: an outline has fewer.
     sent = calls.traffic("rank").set_index("rank")["bytes"]
     mine = actions.traffic("rank").set_index("rank")["bytes"]
@@ -273,5 +272,4 @@ def test_detail_is_chosen_by_size_and_refused_by_name():
     assert predict(MODEL, pl.Plan(dp=2), FAST).meta["detail"] == "calls"
     big = pl.Plan(dp=4, tp=2, pp=4, microbatches=32)
     assert predict(MODEL, big, FAST).meta["detail"] == "actions"
-    with pytest.raises(ValueError, match="detail='rows'.*'calls' | 'actions'"):
-        predict(MODEL, pl.Plan(), FAST, detail="rows")
+    refuses("detail='rows'.*'calls' | 'actions'", predict, MODEL, pl.Plan(), FAST, detail="rows")

@@ -25,7 +25,6 @@ from together import Trained, assert_same_bits, cases, named, reports
 
 # Five blocks: neither two nor three stages divide them.
 SPEC = pl.ModelSpec(layers=5, hidden=40, heads=4, seq_len=24, vocab=258)
-SIXTEEN = ("bf16", "fp16")
 LR = {"adamw": 1e-3, "sgd": 0.5}
 TORCH = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 

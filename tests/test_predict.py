@@ -20,9 +20,10 @@ from paralab.interpret.predict import predict
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import ALL_GATHER
 from paralab.spec.cluster import ELEMENTS
-from paralab.theory import flops
+from paralab.theory import flops, zero
 from paralab.theory.ideal import ideal, schedule_of, stage_costs
 from paralab.theory.work import Work
+from refusals import refuses
 from stated import FREE, MODEL, SCHEDULES, cluster, mixed, plan_of
 
 DEEP = MODEL.replace(layers=8)
@@ -202,16 +203,19 @@ def test_the_halves_of_a_backward_cost_what_the_whole_does():
 
 # ---- memory ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_model_states_are_the_papers_formulas_with_padding(stage, precision):
+@pytest.mark.parametrize("recipe", [("fp32", "fp32"), ("zero-fp16", "bf16")], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_states_are_the_papers_formulas_with_padding(stage, recipe, tied):
     """And a step count of four bytes for every tensor that AdamW updates."""
-    w, k = (4, 8) if precision == "fp32" else (2, 12)
+    (name, precision), model = recipe, MODEL.replace(tied=tied)
     plan = pl.Plan(dp=4, zero_stage=stage, precision=precision, bucket_bytes=20_000)
-    found = quick.states(program := compiled(MODEL, plan), 0)
-    psi, padding = MODEL.num_params, 4 * len(program.units[0])
-    for kind, size, first in (("parameters", w, 3), ("gradients", w, 2), ("optimizer", k, 1)):
-        share, more = size * psi // (4 if stage >= first else 1), size * padding
-        assert share <= found[kind] <= share + more + 4 * len(MODEL.parameter_shapes()), kind
+    found = quick.states(program := compiled(model, plan), 0)
+    psi, most = sum(unit.numel for unit in program.units[0]), 4 * len(model.parameter_shapes())
+    assert 0 <= psi - model.num_params < 4 * len(program.units[0])
+    said = zero.stage_bytes(psi, 4, stage, name)
+    assert [found["parameters"], found["gradients"]] == [said["parameters"], said["gradients"]]
+    counts = found["optimizer"] - said["moments"] - said.get("master", 0)
+    assert counts == most if stage == 0 else 0 < counts <= most
 
 
 @pytest.mark.parametrize(
@@ -303,16 +307,15 @@ def test_threads_that_ask_for_the_same_plan_do_not_disturb_each_other():
 ])  # fmt: skip
 def test_what_a_run_would_refuse_is_refused(arguments, said):
     given_ = {"model": MODEL, "plan": pl.Plan(dp=2), "cluster": cluster(), **arguments}
-    with pytest.raises(ValueError, match=f"{said}.*legal: "):
-        predict(**given_)
+    refuses(f"{said}.*legal: ", predict, **given_)
 
 
 @pytest.mark.parametrize("stated", [
     {"products": 3}, {"products": {"bf16": 1e9}}, {"products": {"bf16": (1, 2)}},
     {"products": {"fp32": (1, 2, 3)}}, {"products": {"bf16": (1e9, 0, 1e9)}}, {"odd_products": 2.0},
     {"collectives": {"allreduce": pl.Link(alpha=1.0, bandwidth=1.0)}},
+    {"half_rate_tokens": -1}, {"peak_flops": 0}, {"call_overhead": -1}, {"wait_overhead": "long"},
 ], ids=str)  # fmt: skip
 def test_a_machine_that_there_is_not_is_refused(stated):
     (field,) = stated
-    with pytest.raises(ValueError, match=f"^{field}.*legal: "):
-        cluster(**stated)
+    refuses(f"^{field}.*legal: ", cluster, **stated)

@@ -16,7 +16,7 @@ from paralab.interpret.folding import NUMBER, Fold, Line, fold
 from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, FORWARD, MESSAGES, WAIT
-from refusals import shell_refuses
+from refusals import refuses, shell_refuses
 
 LAPTOP = pl.ModelSpec.preset("laptop")
 SPEC = pl.ModelSpec(layers=6, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -220,8 +220,7 @@ def test_a_difference_counts_every_instruction():
 def test_equal_programs_do_not_differ():
     shown = pl.program(SPEC, pl.Plan(dp=2))
     assert repr(shown.diff(pl.program(SPEC, pl.Plan(dp=2)))).endswith("no difference")
-    with pytest.raises(ValueError, match="other=3: not a program to read"):
-        shown.diff(3)
+    refuses("other=3: not a program to read", shown.diff, 3)
 
 
 def test_another_schedule_moves_what_is_the_same():

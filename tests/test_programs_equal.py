@@ -17,8 +17,6 @@ import paralab as pl
 from equality import assert_equal_state, worst
 from together import MODEL, Case, Trained, assert_same_bits, case, cases, named
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-
 PLANS = cases("""
     dp=2 bucket_bytes=1
     dp=3 grad_sync=bucketed microbatches=2

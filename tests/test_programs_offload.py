@@ -30,10 +30,8 @@ from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, UPDATE, WORKERS
 from paralab.programs.tiers import moved
-from paralab.report.report import Report
-from together import MODEL, Case, Trained, assert_same_bits, case, cases, in_turn, named, reports
+from together import MODEL, Case, Trained, assert_same_bits, case, cases, in_turn, named
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 STATES = ("parameters", "gradients", "optimizer")
 FILES = {**dict.fromkeys(STATES, "nvme"), "cached": True}
 HOST = dict.fromkeys(STATES, "cpu")
@@ -277,13 +275,8 @@ def slow_updates(context, jobs):
 
 
 @pytest.fixture(scope="module")
-def late(text) -> dict[Case, Report]:
-    found = {}
-    for ranks in (1, 2):
-        some = [one for one in DELAYED if one.plan.world_size == ranks]
-        jobs = [(one.model, one.plan, one.settings) for one in some]
-        found |= zip(some, reports(jobs, text, program=slow_updates), strict=True)
-    return found
+def late(text) -> Trained:
+    return Trained(DELAYED, text, program=slow_updates)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 from torch import nn
 
 import paralab as pl
-from dry_offload import dry_host
 from paralab.interpret.costs import Costs
 from paralab.interpret.memory import memory
 from paralab.interpret.serial import Serial
@@ -47,7 +46,6 @@ TINY = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
 SMALL = TINY.replace(hidden=256, seq_len=64)
 LOGITS = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=128, vocab=8192)
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
 
 
@@ -290,8 +288,7 @@ def test_a_plan_that_fits_is_within_its_limit_by_the_witness(number):
     best = [at for at in range(min(20, len(found.plans))) if found.fits[at]]  # compiled or not
     for plan in (found.plans[at] for at in best[:: 1 if SEARCHES > 2 else 5]):
         for pp in range(plan.pp):
-            with dry_host():
-                seen = witness(found.model, plan, pp * plan.dp * plan.tp)
+            seen = witness(found.model, plan, pp * plan.dp * plan.tp)
             assert seen.peak <= found.memory_limit, plan
 
 
@@ -317,12 +314,8 @@ def test_the_best_are_simulated_and_come_in_that_order(small):
     assert simulated["simulated_s"].is_monotonic_increasing
     rest = table[table["simulated_s"].isna() & table["fits"]]
     assert rest["closed_s"].is_monotonic_increasing
-    report = pl.predict(small.model, small.best, LAPTOP, steps=1, detail="actions")
-    assert table["simulated_s"][0] == pytest.approx(report.step_time, rel=1e-9)
-    assert table["memory"][0] == report.peak_memory
     assert list(small.plans)[0] == small.best
-    assert small.best.world_size == 8
-    assert small.best.global_batch == 16
+    assert (small.best.world_size, small.best.global_batch) == (8, 16)
 
 
 def test_a_winner_that_lives_by_overlap_shows_it():

@@ -18,8 +18,6 @@ from paralab.programs.program import Program
 from paralab.programs.space import space
 from test_search import LAPTOP, NODES, SLOW, SMALL, SPARING
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-
 
 def timed(program: Program, cluster: pl.Cluster, *, overlap: bool = True) -> Times:
     costs = Costs(program, cluster)

@@ -108,19 +108,6 @@ def test_clusters_survive_json_are_equal_by_value_and_say_what_is_wrong():
     refuses(lambda: pl.Link(alpha=-1, bandwidth=1), "alpha", -1)
 
 
-def test_links_measured_per_operation_go_before_the_general_one():
-    one, other, far = (pl.Link(alpha=a, bandwidth=1e9) for a in (1e-6, 2e-6, 3e-6))
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e12, intra=one, inter=far,
-                         collectives={"all_reduce": other})  # fmt: skip
-    inside, between = cluster.reach(range(2)), cluster.reach([0, 8])
-    assert cluster.ways("all_reduce", inside)["ring"].latency == 2 * other.alpha
-    assert cluster.ways("all_gather", inside)["ring"].latency == one.alpha
-    assert cluster.ways("all_reduce", between)["ring"].latency == 2 * far.alpha
-    refuses(lambda: cluster.call("all_gossip", 1.0, inside), "op", "all_gossip")
-    refuses(lambda: cluster.replace(products={"fp31": (1, 1, 1)}), "products", "fp31")
-    assert one.seconds(1e9) == pytest.approx(1 + 1e-6)
-
-
 def test_num_params_is_the_printed_formula():
     for tied in (True, False):
         spec = pl.ModelSpec(**GOOD_MODEL, tied=tied)

@@ -7,6 +7,7 @@ import pytest
 import oracles
 import paralab as pl
 from paralab.interpret.predict import predict
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory import tensor, tensor_costs
 from refusals import refuses
 
@@ -22,6 +23,9 @@ ALL = {
     "1d sequence, 2": {"tp": 2, "sequence_parallel": True},
     "1d sequence, 4": {"tp": 4, "sequence_parallel": True},
     **GRIDS,
+    "1d, in 16 bits": {"tp": 2, "dp": 2, "precision": "bf16", "recompute": "selective"},
+    "2.5d, into fp32": GRIDS["2.5d, 8"]
+    | {"dp": 2, "zero_stage": 1, "precision": "bf16", "grad_dtype": "fp32"},
 }
 MACHINE = oracles.MACHINE.replace(nodes=1, devices_per_node=16)
 
@@ -35,10 +39,11 @@ def test_linear_layers_rows_equal_the_formulas_forward_and_backward_apart(mode):
         both = [tensor.linear_elements(MODEL, plan, role) for role in roles]
         depth = [tensor.depth_elements(MODEL, plan, role) for role in roles]
         depth = sum(depth) * (what == "linear")  # of the head it is a sum of phase "shared"
-        item = layers * plan.tp * 4  # bytes of an element, in all these layers and ranks
-        forward, backward = (2 * item * sum(some) for some in zip(*both, strict=True))
+        times = layers * plan.tp * plan.dp
+        item, wide = (BYTES_PER_ELEMENT[of] for of in (plan.precision, plan.grad_precision))
+        forward, backward = (2 * times * item * sum(some) for some in zip(*both, strict=True))
         assert sent.get(f"{what}_forward", 0) == forward
-        assert sent.get(f"{what}_backward", 0) == backward + item * depth
+        assert sent.get(f"{what}_backward", 0) == backward + times * wide * depth  # of gradients
 
 
 @pytest.mark.parametrize(("tp", "grid"), [(4, (2, 1)), (8, (2, 2)), (64, (4, 4)), (32, (4, 2))])

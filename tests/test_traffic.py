@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from foreign_programs import PROGRAMS, theory
-from paralab.instruments.witness import NATIVE
+from paralab.instruments import witness as instrument
+from paralab.instruments.witness import NATIVE, loopback_bytes, theory_bytes, witness
 from paralab.parallel.buckets import assign, units
 from paralab.theory.traffic import OPS, edges, wire_bytes
 from processes import ran
+from refusals import refuses
 
 
 @given(op=st.sampled_from(OPS), payload=st.integers(0, 10**9), n=st.integers(1, 9), data=st.data())
@@ -108,3 +110,42 @@ def test_the_kernel_counts_the_recorded_bytes_of_programs_that_know_nothing_of_i
     recorded, kernel = counted["programs"][name]
     assert recorded == {f"{op} {phase}": size for (op, phase), size in theory(name, 3).items()}
     assert kernel == pytest.approx(sum(recorded.values()), rel=0.01)
+
+
+# ---- the witness itself --------------------------------------------------------------------------
+def test_theory_knows_every_op_that_the_witness_takes():
+    for op in instrument.OPS:
+        assert theory_bytes(op, 4, 4096) > 0
+    assert theory_bytes(NATIVE, 4, 4096) == 4 * wire_bytes("reduce_scatter", 4096, 4)
+    assert theory_bytes("tree_all_reduce", 4, 4096) == 6 * 4096
+
+
+def test_what_cannot_be_witnessed_is_refused():
+    refuses("ranks=1", witness, ranks=1)
+    refuses("ops='gossip'.*'ring_all_reduce'", witness, ops=("gossip",))
+    refuses("nbytes=8", witness, nbytes=8)
+
+
+def test_the_counter_is_the_loopbacks_and_a_kernel_without_it_is_named(monkeypatch, tmp_path):
+    file = tmp_path / "dev"
+    monkeypatch.setattr(instrument, "_COUNTERS", file)
+    with pytest.raises(OSError, match="only Linux has one"):
+        witness(2, ("send",))
+    file.write_text("eth0: 1 2 3")
+    with pytest.raises(OSError, match="only Linux has one"):
+        witness(2, ("send",))
+    file.write_text("  face\n  eth0: 5 1\n    lo: 123 4 0\n")
+    assert loopback_bytes() == 123
+
+
+def test_a_failing_rank_ends_the_witness_with_its_error():
+    """A rank does not wait for ever at a gate for one that is gone."""
+    with pytest.raises(pl.RankError, match="ZeroDivisionError"):
+        instrument.between_gates(_fails, 2, (), timeout=30)
+
+
+def _fails(context, gate):
+    gate()
+    if context.rank:
+        return context.rank / 0
+    gate()

@@ -3,7 +3,6 @@
 import pytest
 
 import paralab as pl
-from paralab.interpret import quick
 from paralab.theory import flops, needs, training
 from refusals import refuses
 
@@ -42,17 +41,6 @@ def test_what_would_my_model_cost():
     assert cost.energy == pytest.approx(4 * seconds * 500)
     silent = training.training_cost(MODEL, tokens=1e9, devices=4, flops=1e9, recipe="zero-fp16")
     assert silent.energy is None and silent.state_bytes == 16 * MODEL.num_params
-
-
-@pytest.mark.parametrize("precision, recipe", [("fp32", "fp32"), ("bf16", "zero-fp16")])
-def test_the_states_of_a_program_are_the_recipes(precision, recipe):
-    for model in (MODEL, MODEL.replace(tied=False)):
-        program = quick.program_of(model, pl.Plan(precision=precision), "adamw", 0)
-        held, states = quick.states(program, 0), needs.model_states(model, recipe)
-        counts = 4 * len(model.parameter_shapes())  # AdamW's count of steps, per tensor
-        optimizer = states["moments"] + states.get("master", 0) + counts
-        assert held == {"parameters": states["parameters"], "gradients": states["gradients"],
-                        "optimizer": optimizer}  # fmt: skip
 
 
 def test_what_cannot_be_is_refused():

@@ -99,9 +99,3 @@ def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail, precision):
             for half in (tokens, 0)
         )  # fmt: skip
         assert slow == pytest.approx(times * full, rel=1e-3)
-
-
-def test_what_no_device_has_is_refused():
-    wrong = {"half_rate_tokens": -1, "peak_flops": 0, "call_overhead": -1, "wait_overhead": "long"}
-    for field, value in wrong.items():
-        refuses(f"{field}=", PRODUCTS.replace, **{field: value})

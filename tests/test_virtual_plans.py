@@ -7,12 +7,12 @@ and have most to wait for; `make virtual` takes all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from math import isfinite
 
 import pytest
 
 from pairwise import PLAIN, Case, case, cover, each_value
+from together import Together, named
 from virtual_runs import Found, Job, virtuals
 
 ALL = cover().cases
@@ -21,34 +21,22 @@ SCALED = case(PLAIN | {"dp": 2, "zero_stage": 3, "microbatches": 3, "offload": "
                        "precision": "fp16", "clip_norm": 0.05})  # fmt: skip
 FEW = list({one.name: one for one in (*each_value(), *OFFLOAD, SCALED)}.values())
 PLANS = ALL if os.environ.get("PARALAB_VIRTUAL_PLANS") else FEW
-TOGETHER = 12  # plans with as many ranks that train in one launch
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
+
+def train(some: list[Case]) -> list[Found]:
+    return virtuals(
+        [Job(one.model, one.plan, steps=2, settings={"clip_norm": one.clip_norm}) for one in some]
+    )
 
 
 @pytest.fixture(scope="module")
-def trained() -> Callable[[Case], Found]:
-    known: dict[str, Found] = {}
-
-    def trained(one: Case) -> Found:
-        if one.name not in known:
-            others = (other for other in PLANS if other.name not in {*known, one.name})
-            ranks = one.plan.world_size
-            alike = [one, *(other for other in others if other.plan.world_size == ranks)]
-            alike = alike[:TOGETHER]
-            jobs = [
-                Job(this.model, this.plan, steps=2, settings={"clip_norm": this.clip_norm})
-                for this in alike
-            ]
-            known.update(zip((this.name for this in alike), virtuals(jobs), strict=True))
-        return known[one.name]
-
-    return trained
+def trained() -> Together:
+    return Together(PLANS, train, most=12)
 
 
-@pytest.mark.parametrize("one", PLANS, ids=lambda one: one.name)
+@named(PLANS)
 def test_virtual_plan_is_in_order(trained, one):
-    found = trained(one)
+    found = trained[one]
     assert found.wrong == []
     assert all(isfinite(loss) for of_rank in found.losses for step in of_rank for loss in step)
     assert found.contexts == [{rank} for rank in range(one.plan.world_size)]

@@ -84,27 +84,38 @@ def named(some: list[Case]) -> Any:
 
 
 # ---- reports -------------------------------------------------------------------------------------
-class Trained:
-    """`pl.run` of cases, in strict order mode, and what the reference says of them. The one that is
-    asked for brings some others with as many ranks: so many that no test takes long.
+class Together:
+    """What ``train`` finds of cases, once of each. The one that is asked for brings some others
+    with as many ranks: so many that no test takes long.
     """
 
-    TOGETHER = 40
+    def __init__(self, some: Iterable[Any], train: Callable, *, most: int = 40) -> None:
+        self.cases, self.train, self.most = list(dict.fromkeys(some)), train, most
+        self.found: dict[Any, Any] = {}
 
-    def __init__(self, some: Iterable[Case], data: Path) -> None:
-        self.cases, self.data = list(dict.fromkeys(some)), data
-        self.reports: dict[Case, Report] = {}
-        self.known: dict[str, dict[str, Any]] = {}
-
-    def __getitem__(self, case: Case) -> Report:
-        if case not in self.reports:
+    def __getitem__(self, case: Any) -> Any:
+        if case not in self.found:
             ranks = case.plan.world_size
-            new = [one for one in [case, *self.cases] if one not in self.reports]
+            new = [one for one in [case, *self.cases] if one not in self.found]
             alike = [one for one in dict.fromkeys(new) if one.plan.world_size == ranks]
-            alike = alike[: self.TOGETHER]
+            alike = alike[: self.most]
+            self.found |= zip(alike, self.train(alike), strict=True)
+        return self.found[case]
+
+
+class Trained(Together):
+    """`pl.run` of cases, in strict order mode if nothing else is said, and what the reference says
+    of them. ``how``: of `reports`.
+    """
+
+    def __init__(self, some: Iterable[Case], data: Path, **how: Any) -> None:
+        def train(alike: list[Case]) -> list[Report]:
             jobs = [(one.model, one.plan, one.settings) for one in alike]
-            self.reports |= zip(alike, reports(jobs, self.data), strict=True)
-        return self.reports[case]
+            return reports(jobs, data, **how)
+
+        super().__init__(some, train)
+        self.data = data
+        self.known: dict[str, dict[str, Any]] = {}
 
     def alone(self, case: Case) -> dict[str, Any]:
         """What the reference trains: losses, gradients, weights."""

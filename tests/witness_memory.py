@@ -45,7 +45,8 @@ def witness(
     optimizer: str = "adamw",
     clip_norm: float | None = None,
 ) -> Witness:
-    """Of one rank, without its peers."""
+    """Of one rank, without its peers; its host and its files hold nothing."""
+    from dry_offload import dry_host
     from fake_tensors import DryLedger, alone
 
     n, nothing = plan.world_size, lambda *_: None
@@ -54,7 +55,7 @@ def witness(
         **{"strict": False, "store": None, "note": nothing, "progress": nothing},
     )
     _fused_sgd()
-    with alone(model.attention):
+    with alone(model.attention), dry_host():
         return _step(context, model, plan, DryLedger, optimizer=optimizer, clip_norm=clip_norm)
 
 
