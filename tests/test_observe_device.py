@@ -523,6 +523,9 @@ def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
 
 
 # ---- its own answer to a full device -------------------------------------------------------------
+FULL = "CUDA out of memory. Tried to allocate 8 GiB. GPU 0 has 1 GiB free. Process 7 has 79 GiB."
+
+
 def finds_its_batch(smallest):
     """Halves the batch until it fits, as a program may."""
     own = torch.library.Library("too_small_a_gpu", "DEF")
@@ -530,7 +533,7 @@ def finds_its_batch(smallest):
 
     def work(x):
         if len(x) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB.")
+            raise torch.OutOfMemoryError(f"{FULL} Of the allocated memory 7 MiB is of PyTorch.")
 
     own.impl("work", work, "CPU")
     for batch in (32, 16, 8):
@@ -546,6 +549,7 @@ def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
     assert pl.observe(finds_its_batch, 1, (1,), device="cpu").results == [8]
     with pytest.raises(pl.OutOfMemory, match="CUDA out of memory") as raised:
         pl.observe(finds_its_batch, 1, (16,), device="cpu")
+    assert str(raised.value).splitlines()[0].endswith(FULL)
     assert "what rank 0 held" in raised.value.table
 
 
