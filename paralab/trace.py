@@ -1,7 +1,7 @@
 """`pl.trace`: any function on real ranks, with all that it sends and computes recorded.
 
     def hello(group):
-        tensor = torch.ones(8) * group.index
+        tensor = torch.full((8,), group.index, device=group.context.device)
         group.all_reduce(tensor).wait()
         return tensor
 
