@@ -118,10 +118,10 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         raise illegal("device", device, "torch sees no GPU here", legal)
     one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {count_of(gpus, 'GPU')}"
     if device is None and not (one_each and sees_gpu):
-        why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
-        why += "GPUs, and their times would include one another's work"
+        why = f"{counts}: by default ranks use the CPU and gloo; with device='cuda' they would "
+        why += "share GPUs, and their times would include one another's work"
         if not sees_gpu:  # but another rank does
-            why = f"some of the {len(cards)} ranks have no GPU: all ranks run on the CPU, over gloo"
+            why = f"some of the {len(cards)} ranks have no GPU: by default all use the CPU and gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
