@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import time
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from paralab.instruments.foreign_calls import Calls, has_unequal_parts
 from paralab.instruments.foreign_hooks import stand_before
 from paralab.instruments.marks import clock_of
 from paralab.launch import launch_program
-from paralab.ranks import process, watch
+from paralab.ranks import process, torchrun, watch
 from stated import NODES
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
@@ -604,6 +605,23 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
     assert launcher.send.mock_calls == [mock.call("up", own)]  # for the words of a hang
     both = "nccl" if call is pl.trace else "cpu:gloo,cuda:nccl"
     assert joined.call_args.args == (both if own else "gloo",)
+
+
+def test_a_script_finds_gpus_that_nobody_has_touched(monkeypatch, tmp_path):
+    """So it may still choose which it sees, and how their memory is allocated."""
+    asked, script = Mock(side_effect=ZeroDivisionError), tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(watch.Run, "start", asked)
+    for program, device in ((script, "cpu"), (its_messages, None)):
+        with pytest.raises(ZeroDivisionError):
+            pl.observe(program, 2)
+        assert pickle.loads(asked.call_args.args[1])["device"] == device
+    monkeypatch.setattr(torchrun, "torchrun_context", asked)
+    for here, device in (("2", "cpu"), ("1", None)):  # gloo may find no way between machines
+        monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here})
+        with pytest.raises(ZeroDivisionError):
+            observing.observe_under_torchrun(script, folder=str(tmp_path / "parts"))
+        assert asked.call_args.kwargs["device"] == device
 
 
 def test_a_gpus_clock_reads_what_the_cpus_has_marked():
