@@ -305,6 +305,22 @@ def test_gpu_observed_program_is_of_the_device_that_it_has_its_tensors_on(n, dev
     assert set(report.memory["step"]) == {0, 1}
 
 
+CHOOSES = """import os, torch, torch.distributed as dist
+assert not torch.cuda.is_initialized()
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+dist.init_process_group("nccl")
+dist.all_reduce(ones := torch.ones(4, device="cuda:0"))
+assert ones.sum().item() == 4 * dist.get_world_size()
+"""
+
+
+@of_a_device
+@pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (1, 2)])
+def test_gpu_observed_script_may_choose_which_gpu_it_sees(n, tmp_path):
+    (script := tmp_path / "train.py").write_text(CHOOSES)
+    assert pl.observe(script, n, timeout=HANG_S).meta["backend"] == "nccl"
+
+
 # ---- faults --------------------------------------------------------------------------------------
 def adds_up(group: Any) -> float:
     import torch

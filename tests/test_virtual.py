@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import torch
 import paralab as pl
 import virtual_cuda
 from paralab import transports
-from paralab.comm import everyone
+from paralab.comm import Group, everyone
 from paralab.instruments.allocator import PEAKS
 from paralab.instruments.recorder import Recorder
 from paralab.interpret import host, lanes, quick
@@ -310,6 +311,16 @@ def reads_norms_at_once(machine):
     machine.put(torch.Tensor, to=to)
 
 
+def connects_in_the_step(machine):
+    def opens(group, rings):
+        group.exchange = Mock()
+        plain(group, rings)
+        del group.exchange
+
+    plain = Group.open_ways
+    machine.put(Group, open_ways=opens)
+
+
 def test_virtual_mutant_that_waits_for_the_whole_stream():
     assert hidden(waits_for_the_whole_stream) > 0.62
 
@@ -327,6 +338,7 @@ AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
     (follows_the_ranks_stream, LATE, "may run beside"),
     (stands_still, PARALLEL, "host and device meet"),
     (reads_norms_at_once, AWAY, "host and device meet"),
+    (connects_in_the_step, {"pp": 2, "microbatches": 2}, "NCCL connects a communicator"),
 ])  # fmt: skip
 def test_virtual_mutants_of_order_are_found(change, settings, says):
     clips = {"clip_norm": 1.0} if change is reads_norms_at_once else {}

@@ -513,7 +513,8 @@ class Machine:
         """A call on a group's communicator, behind what the current stream has so far."""
         with self.lock:
             name = group.group_name
-            if name not in self.communicators:
+            if name not in self.communicators:  # all its members have to come, and their hosts wait
+                self.complain("NCCL connects a communicator")
                 self.communicators[name] = self.pooled()
             chain = self.communicators[name]
             self.order(chain, self.stream().record_event(), really=False)
