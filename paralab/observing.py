@@ -103,6 +103,8 @@ def observe(
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     program = fn if callable(fn) else _script_file(fn)
+    if program is not fn:  # a script, which finds its GPUs untouched: it may choose what it sees
+        launch["device"] = launch.get("device") or "cpu"
     on_rank = functools.partial(_on_rank, program, places(ranks, nodes), settings)
     parts = launch_program(on_rank, ranks, args, fn=program, any_tensor=True, **launch)
     return _report(_name(program), parts)
@@ -132,7 +134,9 @@ def observe_under_torchrun(
     from paralab.ranks.torchrun import torchrun_context
 
     place = os.path.abspath(folder)  # the script may change the current folder
-    return functools.partial(_observe_rank, torchrun_context(), script, args, place, checked)
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # gloo then works
+    context = torchrun_context(device="cpu" if alone else None)
+    return functools.partial(_observe_rank, context, script, args, place, checked)
 
 
 def _observe_rank(

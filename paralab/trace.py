@@ -1,7 +1,7 @@
 """`pl.trace`: any function on real ranks, with all that it sends and computes recorded.
 
     def hello(group):
-        tensor = torch.ones(8) * group.index
+        tensor = torch.full((8,), group.index, device=group.context.device)
         group.all_reduce(tensor).wait()
         return tensor
 
@@ -9,8 +9,7 @@
     report.results, report.traffic(), report.timeline(), report.replay(cluster)
 
 The report has the type of a training run's, with one step, no model and no losses, so every method
-that draws, counts or replays a run works for a function of your own. Torch is not imported in this
-process: tensors that ranks return arrive as NumPy arrays.
+that draws, counts or replays a run works for a function of your own.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paralab.checks import illegal
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
@@ -264,6 +265,10 @@ class Nccl(Transport):
     def post(self, call: Call) -> Posted:
         recorder, after = self.recorder, self.recorder.cut()
         group, stream = self.group, self.stream
+        kinds = {tensor.device.type for tensor in call.tensors if len(self.ranks) > 1}
+        if others := kinds - {self.context.device.partition(":")[0]}:
+            legal = "device=group.context.device for the tensor, or device='cpu' for the launch"
+            raise illegal("tensor.device", others.pop(), "NCCL sends what is on a GPU", legal)
         if len(call.ways) == 1:
             group, stream = self.ways.get(call.ways[0], (group, stream))
         stream.wait_stream(torch.cuda.current_stream())

@@ -22,11 +22,11 @@ CHOICES = [
     # A wrapper shows every rank one GPU; two nodes have cards of one name (of virtual machines).
     ((None, 3, CARDS, 1), ("cuda:0", "nccl", False), [""]),
     ((None, 1, [(0, "GPU-0"), (1, "GPU-0")], 1), ("cuda:0", "nccl", False), [""]),
-    ((None, 3, CARDS[:2] * 2, 2), ("cpu", "gloo", False), ["4 ranks and 2 GPUs", "device='cuda'"]),
+    ((None, 3, CARDS[:2] * 2, 2), ("cpu", "gloo", False), ["2 GPUs: by default", "device='cuda'"]),
     (("cuda", 3, CARDS[:1] * 4, 1), ("cuda:0", "gloo", True), ["4 ranks and 1 GPU:"]),
     ((None, 0, [(0, ""), (0, "")], 0), ("cpu", "gloo", False), [""]),
     (("cpu", 0, [], 4), ("cpu", "gloo", False), [""]),
-    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["of the 2 ranks have no GPU"]),
+    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["no GPU: by default"]),
 ]
 
 

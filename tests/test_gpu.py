@@ -14,6 +14,7 @@ rehearses on processors what needs no device, as if there were eight.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,6 +305,22 @@ def test_gpu_observed_program_is_of_the_device_that_it_has_its_tensors_on(n, dev
     assert set(report.memory["step"]) == {0, 1}
 
 
+CHOOSES = """import os, torch, torch.distributed as dist
+assert not torch.cuda.is_initialized()
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+dist.init_process_group("nccl")
+dist.all_reduce(ones := torch.ones(4, device="cuda:0"))
+assert ones.sum().item() == 4 * dist.get_world_size()
+"""
+
+
+@of_a_device
+@pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (1, 2)])
+def test_gpu_observed_script_may_choose_which_gpu_it_sees(n, tmp_path):
+    (script := tmp_path / "train.py").write_text(CHOOSES)
+    assert pl.observe(script, n, timeout=HANG_S).meta["backend"] == "nccl"
+
+
 # ---- faults --------------------------------------------------------------------------------------
 def adds_up(group: Any) -> float:
     import torch
@@ -348,6 +365,46 @@ def test_gpu_rank_that_is_out_of_memory_says_what_filled_it(run, figures):
         run(EVEN, pl.Plan(dp=2), steps=1, device=DEVICE, memory_limit=2**23)
     assert_the_next_call_works()
     figures.append(("an out-of-memory", "", 2, "says what filled the device", ""))
+
+
+def fills_the_device() -> None:
+    import torch
+
+    torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+
+def locks_memory_twice(group: Any) -> None:
+    import torch
+
+    from paralab.interpret import host
+    from paralab.spec.tiers import Offload
+
+    memory = host.plain((8,), torch.float32)
+    host.plain = lambda *given: memory
+    away = host.Host(Offload(), context=group.context, recorder=group.recorder, folder=None)
+    for _ in range(2):
+        away.empty((8,), torch.float32, "optimizer")
+
+
+def sends_from_the_host(group: Any) -> None:
+    import torch
+
+    group.all_reduce(torch.ones(4))
+
+
+@of_a_device
+@pytest.mark.parametrize(
+    ("call", "program", "n", "says"),
+    [
+        (pl.observe, fills_the_device, 1, "CUDA out of memory. Tried to allocate .* is free"),
+        (pl.trace, locks_memory_twice, 1, "CUDA cannot lock 32 bytes of host memory in place: "),
+        pytest.param(pl.trace, sends_from_the_host, 2, "NCCL sends what is on", marks=with_gpus(2)),
+    ],
+)
+def test_gpu_refusal_is_said_in_one_line(call, program, n, says):
+    with pytest.raises((pl.RankError, pl.OutOfMemory)) as raised:
+        call(program, n, device=DEVICE)
+    assert re.search(says, str(raised.value).splitlines()[0])
 
 
 # ---- one GPU -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import time
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from paralab.instruments.foreign_calls import Calls, has_unequal_parts
 from paralab.instruments.foreign_hooks import stand_before
 from paralab.instruments.marks import clock_of
 from paralab.launch import launch_program
-from paralab.ranks import process, watch
+from paralab.ranks import process, torchrun, watch
 from stated import NODES
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
@@ -461,6 +462,7 @@ def ahead_for(hours, drift, ties):
         self.when = now[0] + 0.8 * (now[0] > 1000.0)
 
     def elapsed_time(self, other):
+        assert max(self.when, other.when) <= now[0], "cudaErrorNotReady"
         return float(np.float32((other.when - self.when) * 1e3 * (1 + drift)))
 
     def synchronize(self):
@@ -523,6 +525,9 @@ def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
 
 
 # ---- its own answer to a full device -------------------------------------------------------------
+FULL = "CUDA out of memory. Tried to allocate 8 GiB. GPU 0 has 1 GiB free. Process 7 has 79 GiB."
+
+
 def finds_its_batch(smallest):
     """Halves the batch until it fits, as a program may."""
     own = torch.library.Library("too_small_a_gpu", "DEF")
@@ -530,7 +535,7 @@ def finds_its_batch(smallest):
 
     def work(x):
         if len(x) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB.")
+            raise torch.OutOfMemoryError(f"{FULL} Of the allocated memory 7 MiB is of PyTorch.")
 
     own.impl("work", work, "CPU")
     for batch in (32, 16, 8):
@@ -546,6 +551,7 @@ def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
     assert pl.observe(finds_its_batch, 1, (1,), device="cpu").results == [8]
     with pytest.raises(pl.OutOfMemory, match="CUDA out of memory") as raised:
         pl.observe(finds_its_batch, 1, (16,), device="cpu")
+    assert str(raised.value).splitlines()[0].endswith(FULL)
     assert "what rank 0 held" in raised.value.table
 
 
@@ -599,6 +605,23 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
     assert launcher.send.mock_calls == [mock.call("up", own)]  # for the words of a hang
     both = "nccl" if call is pl.trace else "cpu:gloo,cuda:nccl"
     assert joined.call_args.args == (both if own else "gloo",)
+
+
+def test_a_script_finds_gpus_that_nobody_has_touched(monkeypatch, tmp_path):
+    """So it may still choose which it sees, and how their memory is allocated."""
+    asked, script = Mock(side_effect=ZeroDivisionError), tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(watch.Run, "start", asked)
+    for program, device in ((script, "cpu"), (its_messages, None)):
+        with pytest.raises(ZeroDivisionError):
+            pl.observe(program, 2)
+        assert pickle.loads(asked.call_args.args[1])["device"] == device
+    monkeypatch.setattr(torchrun, "torchrun_context", asked)
+    for here, device in (("2", "cpu"), ("1", None)):  # gloo may find no way between machines
+        monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here})
+        with pytest.raises(ZeroDivisionError):
+            observing.observe_under_torchrun(script, folder=str(tmp_path / "parts"))
+        assert asked.call_args.kwargs["device"] == device
 
 
 def test_a_gpus_clock_reads_what_the_cpus_has_marked():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import torch
 import paralab as pl
 import virtual_cuda
 from paralab import transports
-from paralab.comm import everyone
+from paralab.comm import Group, everyone
 from paralab.instruments.allocator import PEAKS
 from paralab.instruments.recorder import Recorder
 from paralab.interpret import host, lanes, quick
@@ -296,6 +298,24 @@ def stands_still(machine):
     transports.Enqueued.wait = lambda call: call.event.synchronize()
 
 
+def reads_norms_at_once(machine):
+    def to(tensor, *at, **how):
+        return plain(tensor, *at, **(how if tensor.dim() else {}))
+
+    plain = torch.Tensor.to
+    machine.put(torch.Tensor, to=to)
+
+
+def connects_in_the_step(machine):
+    def opens(group, rings):
+        group.exchange = Mock()
+        plain(group, rings)
+        del group.exchange
+
+    plain = Group.open_ways
+    machine.put(Group, open_ways=opens)
+
+
 def test_virtual_mutant_that_waits_for_the_whole_stream():
     assert hidden(waits_for_the_whole_stream) > 0.62
 
@@ -312,9 +332,12 @@ AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
     (follows_the_ranks_stream, AWAY | {"offload": "cpu"}, "may run beside"),
     (follows_the_ranks_stream, LATE, "may run beside"),
     (stands_still, PARALLEL, "host and device meet"),
+    (reads_norms_at_once, AWAY, "host and device meet"),
+    (connects_in_the_step, {"pp": 2, "microbatches": 2}, "NCCL connects a communicator"),
 ])  # fmt: skip
 def test_virtual_mutants_of_order_are_found(change, settings, says):
-    found = virtual(SMALL, pl.Plan(**settings), change=change)
+    clips = {"clip_norm": 1.0} if change is reads_norms_at_once else {}
+    found = virtual(SMALL, pl.Plan(**settings), change=change, **clips)
     assert any(says in line for line in found.wrong)
 
 
@@ -353,12 +376,36 @@ def test_virtual_limited_link_takes_the_time_that_its_bytes_would():
 def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():
     def forgets(context):
         machine, context = on_virtual(context)
-        group = everyone(context)
+        machine.put(lookout, SECONDS=1e3)
+        group, waited_for = everyone(context), torch.zeros(8)
         group.all_reduce(torch.zeros(8))
-        group.barrier()
-        return machine.wrong
+        group.all_reduce(waited_for).wait()
+        gone = weakref.ref(waited_for)
+        del waited_for
+        return gone() is None, machine.wrong
 
-    assert launch_program(forgets, 2, (), device="cpu", timeout=30) == [[], []]
+    assert launch_program(forgets, 2, (), device="cpu", timeout=30) == [(True, [])] * 2
+
+
+def test_virtual_call_says_which_tensors_nccl_can_send():
+    def of_another_device(context):
+        group = everyone(on_virtual(context)[1])
+        group.all_reduce(torch.zeros(8, device="meta"))
+
+    with pytest.raises(pl.RankError, match=r"tensor\.device=.*device=group\.context\.device"):
+        launch_program(of_another_device, 2, (), device="cpu", timeout=30)
+
+
+def test_virtual_host_that_locks_no_more_memory_is_said_to():
+    def offloads(context):
+        machine, context = on_virtual(context)
+        machine.put(machine, register=lambda *memory: 2)
+        recorder = Recorder(rank=0, world_size=1, device=context.device)
+        away = host.Host(Offload(), context=context, recorder=recorder, folder=None)
+        away.empty((8,), torch.float32, "optimizer")
+
+    with pytest.raises(pl.RankError, match="cannot lock 32 bytes of host memory"):
+        launch_program(offloads, 1, (), device="cpu", timeout=30)
 
 
 def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():

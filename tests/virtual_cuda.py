@@ -249,8 +249,8 @@ class Machine:
         self.communicators: dict[str, Chain] = {}
         self.turns: dict[tuple, int] = defaultdict(int)
         self.known: dict[int, tuple[weakref.ref, Memory]] = {}
-        self.pinned: dict[int, weakref.ref] = {}
-        self.pageable: weakref.WeakSet = weakref.WeakSet()  # storages of the host: page-locked if
+        self.pinned: weakref.WeakSet = weakref.WeakSet()  # storages of the host: page-locked, and
+        self.pageable: weakref.WeakSet = weakref.WeakSet()  # those that are page-locked if
         self.locked: dict[int, int] = {}  # their address is here: bytes
         self.allocator = Allocator()
         self.undo = contextlib.ExitStack()
@@ -439,9 +439,7 @@ class Machine:
         address = storage._cdata
         found = self.known.get(address)
         if found is None or found[0]() is not storage:
-            pinned = self.pinned.get(address)
-            host = pinned is not None and pinned() is storage or self.apart()
-            host = host or storage in self.pageable
+            host = self.apart() or storage in self.pinned or storage in self.pageable
             memory = Memory("" if host else self.stream().chain.name)
             gone = weakref.ref(storage, lambda _: self.freed(memory))
             found = self.known[address] = gone, memory
@@ -515,7 +513,8 @@ class Machine:
         """A call on a group's communicator, behind what the current stream has so far."""
         with self.lock:
             name = group.group_name
-            if name not in self.communicators:
+            if name not in self.communicators:  # all its members have to come, and their hosts wait
+                self.complain("NCCL connects a communicator")
                 self.communicators[name] = self.pooled()
             chain = self.communicators[name]
             self.order(chain, self.stream().record_event(), really=False)
@@ -694,7 +693,7 @@ def install(
         cudart=lambda: SimpleNamespace(
             cudaHostRegister=machine.register, cudaHostUnregister=machine.unregister
         ),
-        check_error=lambda code: None,
+        check_error=_checked,
         synchronize=lambda device=None: machine.meeting("the device is waited for"),
     )
     machine.put(torch, cuda=cuda)
@@ -720,24 +719,25 @@ class _Refusing:
         raise AttributeError(f"the virtual device does not model torch.cuda.{name}")
 
 
+def _checked(code: int) -> None:
+    if code:
+        raise RuntimeError(f"out of memory ({code})")
+
+
 def _pin(machine: Machine) -> None:
     make = torch.empty
 
-    def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
-        made = make(*shape, **how)
-        if pin_memory:
-            storage = made.untyped_storage()
-            machine.pinned[storage._cdata] = weakref.ref(storage)
-            machine.known.pop(storage._cdata, None)
+    def of_the_host(make: Callable[..., Tensor], kind: weakref.WeakSet) -> Callable[..., Tensor]:
+        def made(*given: Any, **how: Any) -> Tensor:
+            with torch.utils._python_dispatch._disable_current_modes():  # or it is the device's
+                tensor = make(*given, **how)
+            kind.add(tensor.untyped_storage())
+            return tensor
+
         return made
 
-    def of_the_host(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(*given: Any, **how: Any) -> Tensor:
-            made = wrap(*given, **how)
-            machine.pageable.add(made.untyped_storage())
-            return made
-
-        return wrapped
+    def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+        return (locked if pin_memory else make)(*shape, **how)
 
     def to(tensor: Tensor, *given: Any, **how: Any) -> Tensor:
         if given and isinstance(given[0], Name) and _on_host(machine, tensor):
@@ -746,7 +746,9 @@ def _pin(machine: Machine) -> None:
 
     plain = torch.Tensor.to  # which has nothing to do: torch knows both as memory of a CPU
     machine.put(torch.Tensor, to=to)
-    wraps = {name: of_the_host(getattr(torch, name)) for name in ("frombuffer", "from_numpy")}
+    locked, wraps = of_the_host(make, machine.pinned), {}
+    for name in ("frombuffer", "from_numpy"):
+        wraps[name] = of_the_host(getattr(torch, name), machine.pageable)
     machine.put(torch, empty=empty, **wraps)
 
 

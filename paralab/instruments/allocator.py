@@ -31,8 +31,6 @@ class Allocator:
 
         self._cuda, self.device = torch.cuda, torch.device(device)
         self._stats, self._reset = torch.cuda.memory_stats, torch.cuda.reset_peak_memory_stats
-        # CUDA's own pool (cudaMallocAsync) keeps no list of blocks.
-        self.native = self._cuda.get_allocator_backend() == "native"
         self._program_peaks: dict[str, int] = {}  # from the program's last reset to our last
         self._step_peaks: dict[str, int] = {}  # of this step, up to the program's last reset
 
@@ -49,10 +47,9 @@ class Allocator:
 
     def _largest_free(self) -> int:
         """The largest block that the allocator could hand out without asking the driver."""
-        if not self.native:
-            return 0
-        segments, own = self._cuda.memory_snapshot(), self.device.index
-        blocks = [b for segment in segments if segment["device"] == own for b in segment["blocks"]]
+        native = self._cuda.get_allocator_backend() == "native"  # cudaMallocAsync lists no blocks
+        segments = self._cuda.memory_snapshot() if native else ()
+        blocks = [b for s in segments if s["device"] == self.device.index for b in s["blocks"]]
         return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
 
     def share(self, undo: ExitStack) -> None:

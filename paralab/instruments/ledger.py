@@ -108,7 +108,7 @@ class Ledger(Storages):
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except torch.OutOfMemoryError as error:  # the device's own allocator
-            message = f"{self.recorder.where()}: {str(error).split('. ')[0]}"
+            message = f"{self.recorder.where()}: {str(error).split(' Of the allocated')[0]}"
             self._exhausted(error, self._error(message, self.bytes, {}))
             raise
         if func.is_view:  # most operations are views, and a view allocates no storage

@@ -119,10 +119,8 @@ class _CudaClock(_CpuClock):
 
     def resolve(self) -> None:
         """Marks that the device has not passed, of copies that overlap the next step, stay open."""
-        marks, self._open = self._open, []
-        for mark in marks:
-            if mark.event is not None and not self._read(mark):  # None: its time is known already
-                self._open.append(mark)
+        marks, self._open = self._open, []  # those without an event have been read already
+        self._open += [mark for mark in marks if mark.event is not None and not self._read(mark)]
 
     def _read(self, mark: _Mark, *, waits: bool = False) -> bool:
         """Find the mark's time, and those of the anchors that it depends on. False if the device

@@ -54,17 +54,11 @@ class Host:
     def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
         torch.get_num_threads()  # the rank's own: see Lane._run
         self.recorder, self.cuda = recorder, context.device.startswith("cuda")
-        self.lanes = {
-            name: Lane(
-                name,
-                recorder,
-                device=context.device,
-                bandwidth=tiers.limits.get(name),
-                note=context.note,
-                threads=host_threads(context, available_cores()) if name == "host" else 1,
-            )
-            for name in ("d2h", "host", "disk", "h2d")
-        }
+        own = {"device": context.device, "note": context.note}
+        threads, self.lanes = {"host": host_threads(context, available_cores())}, {}
+        for name in ("d2h", "host", "disk", "h2d"):
+            own |= {"bandwidth": tiers.limits.get(name), "threads": threads.get(name, 1)}
+            self.lanes[name] = Lane(name, recorder, **own)
         self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
         self._count = 0
         self._free: dict[Any, list[Any]] = {}  # memory and files that were lent and came back
@@ -75,7 +69,12 @@ class Host:
         memory = plain(shape, dtype)
         if self.cuda and memory.nbytes:
             lock = torch.cuda.cudart().cudaHostRegister
-            torch.cuda.check_error(lock(memory.data_ptr(), memory.nbytes, 0))
+            try:
+                torch.cuda.check_error(lock(memory.data_ptr(), memory.nbytes, 0))
+            except RuntimeError as error:
+                why = f"CUDA cannot lock {memory.nbytes:,} bytes of host memory in place: {error}; "
+                why += "WSL and virtual machines allow little of it: offload less, or to files"
+                raise RuntimeError(why) from error
             self._locked.append(memory)
         self.recorder.holds("host", category, memory.nbytes)
         return memory

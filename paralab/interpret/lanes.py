@@ -17,8 +17,7 @@ when it handed the job over. `Job.wait` then holds the rank's stream, not its ho
 launching kernels. Later copies follow the rank's stream. A job on the lanes "host" and "disk"
 follows no stream: it waits for a copy itself, even if the rank has already waited for it.
 
-A ``bandwidth`` simulates a slower link: the lane sleeps for the rest of the time that the bytes
-would take. It is a model of a slow link, not a measurement of one.
+A ``bandwidth`` models a slow link: the lane sleeps for the rest of the time that its bytes take.
 """
 
 from __future__ import annotations

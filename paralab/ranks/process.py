@@ -118,17 +118,15 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         raise illegal("device", device, "torch sees no GPU here", legal)
     one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {count_of(gpus, 'GPU')}"
     if device is None and not (one_each and sees_gpu):
-        why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
-        why += "GPUs, and their times would include one another's work"
+        why = f"{counts}: by default ranks use the CPU and gloo; with device='cuda' they share GPUs"
         if not sees_gpu:  # but another rank does
-            why = f"some of the {len(cards)} ranks have no GPU: all ranks run on the CPU, over gloo"
+            why = f"some of the {len(cards)} ranks have no GPU: by default all use the CPU and gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
     if one_each:
         return Chosen(chosen, "nccl")
-    why = f"{counts}: ranks share a GPU and communicate over gloo, through the host; the times "
-    why += "of each rank include the work of the others"
+    why = f"{counts}: ranks share a GPU, with gloo; the times of each include the others' work"
     return Chosen(chosen, "gloo", shared=True, why=why)
 
 
@@ -242,7 +240,8 @@ def _work(
         chosen = take_device(task["device"], rank, rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
-    launcher.send("up", chosen.backend == "nccl")
+    own = task["any_tensor"] and torch.cuda.device_count() > 0  # a script's own NCCL, say
+    launcher.send("up", own or chosen.backend == "nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("init_process_group")

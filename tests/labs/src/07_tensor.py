@@ -107,7 +107,7 @@ def three_cuts(group):
     return [(one - gelu(X @ A) @ B).abs().max().item() for one in found]
 
 
-traced = pl.trace(three_cuts, ranks=2)
+traced = pl.trace(three_cuts, ranks=2, device="cpu")
 calls = traced.collectives.query("rank == 0").groupby("phase")
 table = pd.DataFrame({"calls": calls.size(), "kB sent": calls.wire_bytes.sum() / 1e3}).loc[cuts]
 table.assign(right=[error < 1e-5 for error in traced.results[0]])
@@ -723,7 +723,7 @@ def train_norm(group, add_up, steps=200):
 right = pl.trace(train_norm, ranks=1, args=(True, 1)).results[0][1]
 drift = {}
 for name, add_up in (("added", True), ("left out", False)):
-    ranks = pl.trace(train_norm, 2, args=(add_up,)).results
+    ranks = pl.trace(train_norm, 2, args=(add_up,), device="cpu").results
     losses, first, weights, whole = zip(*ranks, strict=True)
     drift[name] = {
         "first loss": sum(one[0] for one in losses),
