@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -155,12 +156,37 @@ def test_a_port_that_is_taken_ends_in_one_line() -> None:
     assert "Connection refused; check --master-addr" in said
 
 
+def listens_nowhere(port: int) -> str:
+    as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+    with pytest.raises(RankError) as caught:
+        torchrun_context(timeout=3)
+    return str(caught.value)
+
+
+def test_ranks_that_met_and_cannot_connect_are_told_to_name_an_interface() -> None:
+    [said] = pl.launch(listens_nowhere, 1, (free_port(),))
+    assert said.startswith("rank 0 met the other ranks, but could not connect to them: ")
+    assert "set GLOO_SOCKET_IFNAME on each machine" in said and "(here it is none0)" in said
+    assert "--master-port" not in said and "\n" not in said
+
+
+def test_the_machine_whose_own_name_is_a_loopback_address_listens_on_its_way_to_another() -> None:
+    """As Debian's and Ubuntu's /etc/hosts has it, where gloo by itself would listen."""
+    ways = {"10.77.0.2": "127.0.0.1"}  # the test's only interface that exists everywhere
+    with mock.patch.object(torchrun, "_address", ways.__getitem__):
+        assert torchrun._interface(["127.0.1.1", "", "10.77.0.2"], "127.0.1.1") == "lo"
+    assert torchrun._interface(["127.0.0.1"] * 2, "127.0.0.1") == "lo"
+    assert torchrun._interface(["203.0.113.1"] * 2, "203.0.113.1") == ""
+
+
 def waits_for_rank_0(port: int) -> tuple:
     """What it knows of the job, and the notes of the error that its time is over with."""
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
+    del os.environ["GLOO_SOCKET_IFNAME"]
     context, total, notes = torchrun_context(timeout=4), torch.ones(1), []
-    assert context.limit == 4
+    assert context.limit == 4 and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     dist.all_reduce(total)
     if rank == 0:
         context.store.wait(["over 1", "over 2"])
