@@ -7,6 +7,7 @@ The two machines are two torchrun agents on this one, so the true clock offset i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import socket
@@ -85,19 +86,22 @@ def test_the_parts_merge_into_the_report_that_one_machine_would_give(tmp_path, t
 
 
 def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
-    other = tmp_path / "other.txt"
+    other, own = tmp_path / "other.txt", str(tmp_path / "a disk of its own")
     other.write_text("x" * 5000)
     for what, changed in (
-        ("another model, plan or settings than rank", {"lr": 0.2}),
-        ("another text than", {"data": other}),
+        ("failed: rank [01] was started with another model, plan or settings", {"lr": 0.2}),
+        ("failed: rank [01] reads another text than rank", {"data": other}),
+        ("^save='.*': rank 1 cannot see in it what rank 0 writes there; legal:", {"save": own}),
     ):
 
         def program(context, jobs, changed=changed):
             [(model, plan, settings)] = jobs
+            context = dataclasses.replace(context, nodes=(0, 1))
             return in_turn(context, [(model, plan, settings | (changed if context.rank else {}))])
 
-        with pytest.raises(pl.RankError, match=what):
-            reports([(MODEL, pl.Plan(dp=2), {"lr": 0.1})], text, program=program)
+        saves = {"lr": 0.1, "save": tmp_path / "checkpoints"}
+        with pytest.raises((pl.RankError, ValueError), match=what):
+            reports([(MODEL, pl.Plan(dp=2), saves)], text, program=program)
 
 
 def test_the_rank_that_says_why_goes_first(tmp_path):
