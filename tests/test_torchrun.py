@@ -89,19 +89,21 @@ def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
     other, own = tmp_path / "other.txt", str(tmp_path / "a disk of its own")
     other.write_text("x" * 5000)
     for what, changed in (
-        ("failed: rank [01] was started with another model, plan or settings", {"lr": 0.2}),
-        ("failed: rank [01] reads another text than rank", {"data": other}),
-        ("^save='.*': rank 1 cannot see in it what rank 0 writes there; legal:", {"save": own}),
+        (r"failed: rank \d was started with another model, plan, settings or", {"lr": 0.2}),
+        (r"failed: rank \d was started with another model, plan, ", {"plan": pl.Plan(dp=2, pp=2)}),
+        (r"failed: rank \d reads another text than rank", {"data": other}),
+        ("^save='.*': ranks 2, 3 cannot see in it what rank 0 writes there; leg", {"save": own}),
     ):
 
         def program(context, jobs, changed=changed):
             [(model, plan, settings)] = jobs
-            context = dataclasses.replace(context, nodes=(0, 1))
-            return in_turn(context, [(model, plan, settings | (changed if context.rank else {}))])
+            context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
+            own = {"plan": plan} | (changed if context.rank >= 2 else {})
+            return in_turn(context, [(model, own.pop("plan"), settings | own)])
 
         saves = {"lr": 0.1, "save": tmp_path / "checkpoints"}
         with pytest.raises((pl.RankError, ValueError), match=what):
-            reports([(MODEL, pl.Plan(dp=2), saves)], text, program=program)
+            reports([(MODEL, pl.Plan(dp=4), saves)], text, program=program)
 
 
 def test_the_rank_that_says_why_goes_first(tmp_path):

@@ -151,8 +151,9 @@ def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
         return "the port is taken by another program; give torchrun another --master-port"
     if "timed out" in line.lower() or "timeout" in line.lower():
         return (
-            f"not all ranks of this job answered within {seconds:g} s; start all nodes with the "
-            "same --master-addr and --master-port, a port that no other program uses"
+            f"not all ranks of this job answered within {seconds:g} s; if no other machine says "
+            "why, start all with the same --master-addr and --master-port, a port that no other "
+            "program uses"
         )
     return f"{line}; check --master-addr and --master-port"
 

@@ -5,6 +5,7 @@ which kinds of report they must refuse.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,6 +78,22 @@ def node_of(report: Tables, rank: int) -> int:
     """The node that ``rank`` ran on; one node where the report does not say."""
     nodes = report.meta.get("nodes") or []
     return nodes[rank] if rank < len(nodes) else 0
+
+
+def machines(report: Tables) -> Counter[int]:
+    """{node: how many ranks it has}"""
+    return Counter(node_of(report, rank) for rank in range(report.world_size))
+
+
+def shared_cores(report: Tables, cores: int | None = None) -> tuple[int, int]:
+    """(ranks, cores) of the machine with the most ranks, if in a run they shared cores; or (0, 0).
+    cores: of the one machine, where the report does not say; its nodes may then be virtual
+    """
+    ranks = report.world_size
+    if "cores" in report.meta:
+        ranks, cores = max(machines(report).values()), report.meta["cores"]
+    shared = report.clock == "measured" and cores and cores < ranks
+    return (ranks, cores) if shared else (0, 0)
 
 
 def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:
