@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
+from paralab.ranks.failure import is_from_a_peer
 from paralab.ranks.host import keep_pages
 from paralab.ranks.lookout import backstop
 from paralab.ranks.process import RankContext, card, joined, take_device
@@ -169,7 +170,9 @@ def _why_they_did_not_connect(error: Exception) -> str:
 
 
 def _noting(rank: int) -> Callable[[str], None]:
-    """A function ``note(text)``: an uncaught error of this process shows the last text."""
+    """A function ``note(text)``: an uncaught error of this process shows the last text, and no
+    lines of this library where it is the consequence of a lost rank.
+    """
     noted, previous = "", sys.excepthook
 
     def note(text: str) -> None:
@@ -179,6 +182,8 @@ def _noting(rank: int) -> Callable[[str], None]:
     def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
         if noted:
             error.add_note(f"rank {rank} was in {noted}")
+            if is_from_a_peer(error):
+                frames = error.__traceback__ = None
         previous(kind, error, frames)
 
     sys.excepthook = hook
