@@ -7,9 +7,11 @@ The two machines are two torchrun agents on this one, so the true clock offset i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -191,8 +193,12 @@ def waits_for_rank_0(port: int) -> tuple:
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
     del os.environ["GLOO_SOCKET_IFNAME"]
+    os.environ["TORCHELASTIC_RUN_ID"] = "the agent's"
     context, total, notes = torchrun_context(timeout=4), torch.ones(1), []
     assert context.limit == 4 and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    ends_with_its_agent = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(ends_with_its_agent))  # PR_GET_PDEATHSIG
+    assert ends_with_its_agent.value == signal.SIGTERM
     dist.all_reduce(total)
     if rank == 0:
         context.store.wait(["over 1", "over 2"])

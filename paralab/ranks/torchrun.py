@@ -27,7 +27,7 @@ import torch.distributed as dist
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import is_from_a_peer
-from paralab.ranks.host import keep_pages
+from paralab.ranks.host import end_with_parent, keep_pages
 from paralab.ranks.lookout import backstop
 from paralab.ranks.process import RankContext, card, joined, take_device
 from paralab.ranks.started import NUMBERS, variable
@@ -52,6 +52,8 @@ def torchrun_context(
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     os.environ["PARALAB_RANK"] = str(rank)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     keep_pages()
     device = device or default_device()
     own_card = "" if device == "cpu" else card(local_rank)
