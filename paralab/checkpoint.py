@@ -88,7 +88,7 @@ def saving(
                 seen = _gathered(checkpoints.is_locked(Path(folder)))
                 if blind := [rank for rank, sees in enumerate(seen) if not sees]:
                     why = f"{rank_names(blind)} cannot see in it what rank 0 writes there"
-                    legal = "a folder on a disk that all machines share, under the same path"
+                    legal = "a folder on a disk that all machines share"
                     raise illegal("save", folder, why, legal)
         except ValueError as error:
             raise Refused(str(error)) from None
