@@ -85,11 +85,12 @@ def saving(
                 checkpoints.check_save(Path(folder), **resumed)
             if folder is not None and len(set(trainer.context.nodes)) > 1:
                 dist.barrier()
-                seen = _gathered(checkpoints.is_locked(Path(folder)))
-                if blind := [rank for rank, sees in enumerate(seen) if not sees]:
-                    why = f"{rank_names(blind)} cannot see in it what rank 0 writes there"
-                    legal = "a folder on a disk that all machines share"
-                    raise illegal("save", folder, why, legal)
+                Path(folder).mkdir(parents=True, exist_ok=True)  # this asks a file server anew
+                sees = _gathered(Path(folder, checkpoints.LOCK).exists())
+                if not all(sees):
+                    blind = rank_names([rank for rank, sees_it in enumerate(sees) if not sees_it])
+                    why = f"{blind} cannot see in it what rank 0 writes there"
+                    raise illegal("save", folder, why, "a folder that all machines share")
         except ValueError as error:
             raise Refused(str(error)) from None
         yield save_if_due

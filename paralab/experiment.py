@@ -24,8 +24,7 @@ from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, check_launch, launch_program
 from paralab.programs.compile import compiled
-from paralab.ranks.errors import OutOfMemory, RankError, Stopped, interrupted
-from paralab.ranks.failure import Refused
+from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, output_files, scratch
 from paralab.report.report import Report
@@ -251,10 +250,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        try:
-            part = _program(context, model, plan, settings, resume, folder_of_rank)
-        except Refused as error:  # which only this rank may have found
-            raise RankError(f"rank {context.rank}: {error}", rank=context.rank) from None
+        part = _program(context, model, plan, settings, resume, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])

@@ -9,7 +9,6 @@ least, are farthest apart (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,17 +35,12 @@ class Grid:
                (the embedding group of Megatron-LM); None on other ranks
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        context: Any,
-        recorder: Recorder,
-        first: Callable[[Group], None] = lambda world: None,
-    ) -> None:
+    def __init__(self, plan: Plan, context: Any, recorder: Recorder, first: Any = None) -> None:
         """first: called with the world group, before ranks with other plans make other groups"""
         everyone = range(context.world_size)
         self.world = Group(everyone, axis="world", context=context, recorder=recorder)
-        first(self.world)
+        if first is not None:
+            first(self.world)
 
         def groups(kind: str) -> set[tuple[int, ...]]:
             return {plan.ranks(kind, rank) for rank in everyone}

@@ -220,13 +220,12 @@ def train(
         "save": (save is None, save_every),
         "resume": resume and Path(resume).name,
     }
-    what = f"{__version__} {model} {plan.to_dict()} {sorted(settings_of_all.items())}"
-    what += f" {plan.actions()}"
+    every = [__version__, model, plan.to_dict(), sorted(settings_of_all.items()), plan.actions()]
     losses = []
     ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
     with contextlib.ExitStack() as ledger_on:
         ledger_on.enter_context(ledger)
-        trainer = Trainer(context, model, plan, recorder=recorder, what=what, **settings)
+        trainer = Trainer(context, model, plan, recorder=recorder, what=repr(every), **settings)
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)

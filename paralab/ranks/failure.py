@@ -34,7 +34,7 @@ KILLED = """. If no other program sent this signal, the kernel's out-of-memory k
 the machine had no memory left (dmesg shows it). Use fewer ranks or a smaller model"""
 
 
-class Refused(Exception):
+class Refused(RankError):
     """A setting that only a rank can find illegal; the caller of the launch gets a ValueError."""
 
 

@@ -77,11 +77,8 @@ def torchrun_context(
         except (RuntimeError, ValueError, OSError) as error:
             raise RankError(f"rank {rank} {why(error)}", rank=rank) from None
 
-    def apart(error: Exception) -> str:
-        why = _why_they_did_not_meet(error, join_timeout)
-        return f"could not meet the other ranks at {host}:{port}: {why}"
-
-    with one_line_errors(apart):
+    met = f"could not meet the other ranks at {host}:{port}"
+    with one_line_errors(lambda error: f"{met}: {_why_they_did_not_meet(error, join_timeout)}"):
         store, cards = _within(join_timeout, rendezvous)
     chosen = take_device(device, rank, local_rank, cards)
     with one_line_errors(_why_they_did_not_connect):
@@ -162,12 +159,11 @@ def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
 
 
 def _why_they_did_not_connect(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or ["timed out"])[0]
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    line, name = str(error).partition("\n")[0], os.environ.get("GLOO_SOCKET_IFNAME", "not set")
     return (
         f"met the other ranks, but could not connect to them: {line}; if no other rank says more, "
         "set GLOO_SOCKET_IFNAME on each machine to its interface to the others, a name that `ip "
-        f"address` shows (here it is {name or 'not set'})"
+        f"address` shows (here it is {name})"
     )
 
 

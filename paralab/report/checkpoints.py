@@ -318,14 +318,6 @@ def locked(folder: Path) -> Iterator[Callable[[], bool]]:
         yield lambda: (folder / LOCK).exists() and os.path.samefile(folder / LOCK, file.fileno())
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether this process finds the folder that another one has `locked`. To try to make it asks a
-    file server anew, where this machine may remember that there was none.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / LOCK).exists()
-
-
 def scratch(folder: Path, step: int) -> Path:
     """The folder into which the checkpoint of ``step`` is written before it is published."""
     return folder / f"{_SCRATCH}{_name(step)}"

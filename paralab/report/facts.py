@@ -87,13 +87,11 @@ def machines(report: Tables) -> Counter[int]:
 
 def shared_cores(report: Tables, cores: int | None = None) -> tuple[int, int]:
     """(ranks, cores) of the machine with the most ranks, if in a run they shared cores; or (0, 0).
-    cores: of the one machine, where the report does not say; its nodes may then be virtual
+    cores: where the report does not say, of its one machine, whose nodes may be virtual
     """
-    ranks = report.world_size
-    if "cores" in report.meta:
-        ranks, cores = max(machines(report).values()), report.meta["cores"]
-    shared = report.clock == "measured" and cores and cores < ranks
-    return (ranks, cores) if shared else (0, 0)
+    said, ranks = report.meta.get("cores"), report.world_size
+    ranks, cores = (max(machines(report).values()), said) if said else (ranks, cores or ranks)
+    return (ranks, cores) if report.clock == "measured" and cores < ranks else (0, 0)
 
 
 def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:

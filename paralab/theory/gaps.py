@@ -87,11 +87,10 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     ranks, cores = facts.shared_cores(report, expect.cluster.cores)
     theirs, modelled = (facts.machines(each) for each in (report, expect))
     if len(theirs) > len(modelled):
-        each = max(theirs.values())
         yield (
-            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}: "
-            "they lack the link between nodes. Predict for cluster.replace(nodes="
-            f"{len(theirs)}, devices_per_node={each}, inter=pl.Link(alpha=…, bandwidth=…))."
+            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}, "
+            f"without a link between nodes: predict for cluster.replace(nodes={len(theirs)}, "
+            f"devices_per_node={max(theirs.values())}, inter=pl.Link(alpha=…, bandwidth=…))."
         )
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
