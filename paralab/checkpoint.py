@@ -84,7 +84,7 @@ def saving(
                 still_locked = lock.enter_context(checkpoints.locked(Path(folder)))
                 checkpoints.check_save(Path(folder), **resumed)
             if folder is not None and len(set(trainer.context.nodes)) > 1:
-                dist.barrier()
+                trainer.grid.world.barrier(phase="setup")
                 Path(folder).mkdir(parents=True, exist_ok=True)  # this asks a file server anew
                 sees = _gathered(Path(folder, checkpoints.LOCK).exists())
                 if not all(sees):
