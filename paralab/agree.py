@@ -10,19 +10,20 @@ from paralab.checks import illegal
 from paralab.comm import Group
 from paralab.data import Corpus
 from paralab.programs.program import Program
+from paralab.ranks.errors import RankError
 
 
 def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
-    """Raise ``ValueError`` if the ranks were not started with the same model, plan, settings and
-    text, or if the learner's passes made different programs for the same pipeline rank.
+    """Raise ``RankError`` if the ranks were not started with the same model, plan, settings and
+    text, or ValueError if the learner's passes made other programs for the same pipeline rank.
 
-    what  the model, plan and settings of this rank, as text
+    what  the version, model, plan and settings of this rank, as text; "": do nothing
 
     Under torchrun each machine is started by its own command line and reads its own files. A pass
     runs in every process, where random numbers and the order of a set may differ.
     """
     context = group.context
-    if group.size == 1:
+    if group.size == 1 or not what:
         return
     plan, pp = program.plan, program.plan.place(context.rank).pp
     code = repr(program.codes[pp]) if plan.passes else ""  # without passes it follows from ``what``
@@ -33,12 +34,12 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
     group.all_gather(everyone, mine, phase="setup").wait()
     for rank, theirs in enumerate(everyone.view(-1, len(facts)).tolist()):
         if theirs[0] != facts[0]:
-            raise ValueError(
-                f"rank {rank} was started with another model, plan or settings than rank "
-                f"{context.rank}; give every machine the same command line"
+            raise RankError(
+                f"rank {rank} was started with another model, plan, settings or paralab than rank "
+                f"{context.rank}; give every machine the same command line and version"
             )
         if theirs[1] != facts[1]:
-            raise ValueError(
+            raise RankError(
                 f"rank {rank} reads another text than rank {context.rank} ({corpus.root}, "
                 f"{corpus.num_bytes} bytes); give every machine the same files with data="
             )

@@ -32,8 +32,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from paralab.checks import illegal
 from paralab.interpret.pieces import Piece, pieces
 from paralab.ranks.failure import Refused
+from paralab.ranks.hangs import rank_names
 from paralab.report import boxes, checkpoints
 
 
@@ -63,7 +65,8 @@ def saving(
     resumed  ``resume`` and ``newest``, as in `checkpoints.check_save`
 
     Rank 0 locks the folder against other runs until the block ends. Another run may have saved
-    there and ended since the caller checked the folder, so rank 0 checks it again.
+    there and ended since the caller checked the folder, so rank 0 checks it again. Ranks on other
+    machines must see what rank 0 has locked, as one checkpoint has the files of all ranks.
     """
 
     def save_if_due(done: int) -> None:
@@ -80,9 +83,24 @@ def saving(
             if locks:
                 still_locked = lock.enter_context(checkpoints.locked(Path(folder)))
                 checkpoints.check_save(Path(folder), **resumed)
+            if folder is not None and len(set(trainer.context.nodes)) > 1:
+                trainer.grid.world.barrier(phase="setup")
+                Path(folder).mkdir(parents=True, exist_ok=True)  # this asks a file server anew
+                sees = _gathered(Path(folder, checkpoints.LOCK).exists())
+                if not all(sees):
+                    blind = rank_names([rank for rank, sees_it in enumerate(sees) if not sees_it])
+                    why = f"{blind} cannot see in it what rank 0 writes there"
+                    raise illegal("save", folder, why, "a folder that all machines share")
         except ValueError as error:
             raise Refused(str(error)) from None
         yield save_if_due
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    return by_rank
 
 
 def save(trainer: Any, folder: Path, *, step: int) -> None:
@@ -95,23 +113,18 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
     trainer.rank.settle()
     held = _held(pieces(trainer.state))
 
-    def gathered(mine: Any) -> list[Any]:
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, mine)
-        return by_rank
-
     try:
         if rank == 0:
             checkpoints.sweep(folder)
             unpublished.mkdir()
-        shares = boxes.assigned(gathered(list(held)))
+        shares = boxes.assigned(_gathered(list(held)))
         mine, file, facts, failure = shares[rank], boxes.file_of(rank), None, ""
         try:
             facts = boxes.write(unpublished / file, mine, (held[box[:3]].cpu() for box in mine))
         except OSError as error:
             size = boxes.ITEM * sum(prod(box.sizes) for box in mine) / 1e6
             failure = f"rank {rank}: {error}, in writing a file of {size:.3g} MB"
-        files = gathered((file, facts, failure))
+        files = _gathered((file, facts, failure))
         if failure := next((reason for *_, reason in files if reason), ""):
             raise OSError(failure)
         if rank == 0:

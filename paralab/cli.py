@@ -347,7 +347,7 @@ def _run(given: argparse.Namespace) -> None:
                 print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
             return
         report = experiment.run(model, plan, **settings)
-    except ValueError as error:  # what `pl.run` calls save is --checkpoint here
+    except (ValueError, RankError) as error:  # what `pl.run` calls save is --checkpoint here
         error.args = (str(error).replace("save=", "checkpoint="),)
         raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted

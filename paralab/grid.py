@@ -35,9 +35,12 @@ class Grid:
                (the embedding group of Megatron-LM); None on other ranks
     """
 
-    def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:
+    def __init__(self, plan: Plan, context: Any, recorder: Recorder, first: Any = None) -> None:
+        """first: called with the world group, before ranks with other plans make other groups"""
         everyone = range(context.world_size)
         self.world = Group(everyone, axis="world", context=context, recorder=recorder)
+        if first is not None:
+            first(self.world)
 
         def groups(kind: str) -> set[tuple[int, ...]]:
             return {plan.ranks(kind, rank) for rank in everyone}

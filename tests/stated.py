@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import paralab as pl
@@ -57,11 +58,12 @@ def as_measured(
     cores: int = 2,
     idle: float = 0.0,
     beside: float = 0.0,
+    nodes: Sequence[int] = (),
 ) -> pl.Report:
     """What a machine would have measured whose wall clock runs ``wall`` times slower.
 
     cost  of every computation over the predicted;  idle  seconds outside spans in every step;
-    beside  processor seconds of each rank's other threads in every step
+    beside  processor seconds of each rank's other threads in every step;  nodes  of the ranks
     """
     tables = {}
     for name in ("spans", "collectives", "steps"):
@@ -73,7 +75,7 @@ def as_measured(
     tables["steps"]["end"] += idle
     tables["steps"]["beside"] = beside
     tables["spans"]["cost"] *= cost
-    meta = {"cores": cores, "optimizer": "adamw", "device": "cpu"}
+    meta = {"cores": cores, "optimizer": "adamw", "device": "cpu", "nodes": list(nodes)}
     return dataclasses.replace(
         report, clock="measured", cluster=None, memory=None, meta=meta, **tables
     )

@@ -25,6 +25,7 @@ from paralab import experiment as the_real_one
 from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.ranks.failure import Refused
 from paralab.spec import Cluster, ModelSpec, Plan
 from processes import ROOT, python
 from refusals import shell_refuses as refused
@@ -148,9 +149,10 @@ def test_what_is_refused_of_checkpoints_names_the_option(experiment, capsys, mon
     experiment.run.side_effect = illegal(
         "save", "c", "the folder cannot be created", "save=a folder"
     )
-    assert "checkpoint='c': the folder cannot be created; legal: checkpoint=a" in refused(
-        capsys, "run", "--checkpoint", "c"
-    )
+    said = "checkpoint='c': the folder cannot be created; legal: checkpoint=a"
+    assert said in refused(capsys, "run", "--checkpoint", "c")
+    experiment.run.side_effect = Refused(experiment.run.side_effect)  # as of a rank of torchrun
+    assert cli.main(["run", "--checkpoint", "c"]) == 1 and said in capsys.readouterr().err
     monkeypatch.setattr(cli, "experiment", the_real_one)
     assert "checkpoint=" not in refused(capsys, "run", "--resume", "nowhere")
 

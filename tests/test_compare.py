@@ -60,6 +60,8 @@ STEP_TIMES = [
     (4, {"wall": 2.1}, "4 ranks share 2 cores, which explains a factor of 2", "other threads"),
     (4, {"wall": 2.1}, "The wall clock shows 2.1 times as much", "outside every span"),
     (4, {"wall": 5.0, "cores": 8}, "other work", "share"),
+    (4, {"wall": 3.3, "nodes": [0, 1, 1, 1]}, "3 ranks share 2 cores, which explains", "threads"),
+    (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "The run was on 2 nodes, prediction and ", "core"),
     (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),
     (2, {"wall": 1.02, "cost": 1.01}, "The columns agree.", "%"),

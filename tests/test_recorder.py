@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
 
 import torch
 
+from paralab.comm import everyone
 from paralab.instruments.clocks import measure_offset
 from paralab.instruments.recorder import Recorder
+from paralab.launch import launch_program
 
 
 def spin(seconds: float) -> None:
@@ -83,6 +86,19 @@ class Late:
     def recv(self, stamp, *, source, phase):
         self.here = time.perf_counter() + 0.002
         return SimpleNamespace(wait=lambda: None)
+
+    def all_gather(self, every, mine, *, phase):
+        every.copy_(mine.repeat(2))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def on_two_machines(context):
+    return measure_offset(everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1))))
+
+
+def test_ranks_of_one_machine_have_one_offset():
+    here, beside, *there = launch_program(on_two_machines, 4, device="cpu")
+    assert here == beside == (0.0, 0.0) and there[0] == there[1] and there[0][1] > 0
 
 
 def test_clocks_are_read_when_a_message_is_here_not_when_its_wait_returns(monkeypatch):

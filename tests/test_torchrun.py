@@ -7,12 +7,16 @@ The two machines are two torchrun agents on this one, so the true clock offset i
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,27 +80,30 @@ def test_the_parts_merge_into_the_report_that_one_machine_would_give(tmp_path, t
     by_level = merged.traffic(by="level").set_index("level").bytes
     assert by_level["inter"] == 2 * by_level["intra"] > 0  # ring 0-1-2: two of three links cross
     stated = merged.meta["clock_offsets"]
-    (offset, uncertainty), *others = zip(stated["offset_s"], stated["uncertainty_s"], strict=True)
-    assert offset == uncertainty == 0.0 and len(others) == 2
-    for offset, uncertainty in others:
-        assert 0 < uncertainty < 0.05
-        assert abs(offset) <= uncertainty  # one machine, one clock: the truth is 0
+    *here, (offset, uncertainty) = zip(stated["offset_s"], stated["uncertainty_s"], strict=True)
+    assert here == [(0.0, 0.0)] * 2 and 0 < uncertainty < 0.05
+    assert abs(offset) <= uncertainty  # one machine, one clock: the truth is 0
 
 
 def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
-    other = tmp_path / "other.txt"
+    other, own = tmp_path / "other.txt", str(tmp_path / "a disk of its own")
     other.write_text("x" * 5000)
     for what, changed in (
-        ("another model, plan or settings than rank", {"lr": 0.2}),
-        ("another text than", {"data": other}),
+        (r"failed: rank \d was started with another model, plan, settings or", {"lr": 0.2}),
+        (r"failed: rank \d was started with another model, plan, ", {"plan": pl.Plan(dp=2, pp=2)}),
+        (r"failed: rank \d reads another text than rank", {"data": other}),
+        ("^save='.*': ranks 2, 3 cannot see in it what rank 0 writes there; leg", {"save": own}),
     ):
 
         def program(context, jobs, changed=changed):
             [(model, plan, settings)] = jobs
-            return in_turn(context, [(model, plan, settings | (changed if context.rank else {}))])
+            context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
+            own = {"plan": plan} | (changed if context.rank >= 2 else {})
+            return in_turn(context, [(model, own.pop("plan"), settings | own)])
 
-        with pytest.raises(pl.RankError, match=what):
-            reports([(MODEL, pl.Plan(dp=2), {"lr": 0.1})], text, program=program)
+        saves = {"lr": 0.1, "save": tmp_path / "checkpoints"}
+        with pytest.raises((pl.RankError, ValueError), match=what):
+            reports([(MODEL, pl.Plan(dp=4), saves)], text, program=program)
 
 
 def test_the_rank_that_says_why_goes_first(tmp_path):
@@ -155,12 +162,41 @@ def test_a_port_that_is_taken_ends_in_one_line() -> None:
     assert "Connection refused; check --master-addr" in said
 
 
+def listens_nowhere(port: int) -> str:
+    as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+    with pytest.raises(RankError) as caught:
+        torchrun_context(timeout=3)
+    return str(caught.value)
+
+
+def test_ranks_that_met_and_cannot_connect_are_told_to_name_an_interface() -> None:
+    [said] = pl.launch(listens_nowhere, 1, (free_port(),))
+    assert said.startswith("rank 0 met the other ranks, but could not connect to them: ")
+    assert "set GLOO_SOCKET_IFNAME on each machine" in said and "(here it is none0)" in said
+    assert "--master-port" not in said and "\n" not in said
+
+
+def test_the_machine_whose_own_name_is_a_loopback_address_listens_on_its_way_to_another() -> None:
+    """As Debian's and Ubuntu's /etc/hosts has it, where gloo by itself would listen."""
+    ways = {"10.77.0.2": "127.0.0.1"}  # the test's only interface that exists everywhere
+    with mock.patch.object(torchrun, "_address", ways.__getitem__):
+        assert torchrun._interface(["127.0.1.1", "", "10.77.0.2"], "127.0.1.1") == "lo"
+    assert torchrun._interface(["127.0.0.1"] * 2, "127.0.0.1") == "lo"
+    assert torchrun._interface(["203.0.113.1"] * 2, "203.0.113.1") == ""
+
+
 def waits_for_rank_0(port: int) -> tuple:
     """What it knows of the job, and the notes of the error that its time is over with."""
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    os.environ["TORCHELASTIC_RUN_ID"] = "the agent's"
     context, total, notes = torchrun_context(timeout=4), torch.ones(1), []
-    assert context.limit == 4
+    assert context.limit == 4 and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    ends_with_its_agent = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(ends_with_its_agent))  # PR_GET_PDEATHSIG
+    assert ends_with_its_agent.value == signal.SIGTERM
     dist.all_reduce(total)
     if rank == 0:
         context.store.wait(["over 1", "over 2"])
@@ -171,6 +207,7 @@ def waits_for_rank_0(port: int) -> tuple:
         except RuntimeError as error:
             sys.excepthook(type(error), error, None)  # as where nobody catches it
             notes = error.__notes__
+            assert error.__traceback__ is None  # only lines of this library were in it
         context.store.set(f"over {rank}", "")
     return context.rank, context.nodes, context.backend, total.item(), notes
 

@@ -142,6 +142,8 @@ def test_a_shared_processor_is_mentioned_only_on_the_wall_clock():
     assert "4 ranks shared 2 cores" in title(shared.timeline())
     assert "cores" not in title(dataclasses.replace(shared, clock="replayed").timeline())
     assert "cores" not in title(synthetic.report(2, meta={"cores": 2}).timeline())
+    apart = synthetic.report(4, meta={"cores": 2, "nodes": [0, 0, 1, 1]})
+    assert "cores" not in title(apart.timeline())
 
 
 # ---- traffic and loss ---------------------------------------------------------------------------

@@ -21,16 +21,23 @@ def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
     """(seconds to add to this rank's clock to get the first rank's, uncertainty in seconds).
 
     Every member of ``group`` has to call this; the first rank asks the others in turn. Clocks are
-    ``time.perf_counter``, which all processes of one machine share: on one machine nothing is sent.
+    ``time.perf_counter``, which all processes of one machine share: on one machine nothing is sent,
+    and of several ranks on another one the shortest round holds for all.
     """
-    if len(set(group.context.nodes)) == 1:
+    nodes, first, me = group.context.nodes, group.ranks[0], group.context.rank
+    if len(set(nodes)) == 1:
         return 0.0, 0.0
-    first, me = group.ranks[0], group.context.rank
     if me == first:
         for other in group.ranks[1:]:
             _ask(group, other, rounds)
-        return 0.0, 0.0
-    return _answer(group, first, rounds)
+        best = _message(group, 0.0, 0.0)
+    else:
+        best = _answer(group, first, rounds)
+    every = best.new_empty(2 * len(group.ranks))
+    group.all_gather(every, best, phase="setup").wait()
+    rows = zip(group.ranks, every.view(-1, 2).tolist(), strict=True)
+    trip, offset = min(row for rank, row in rows if nodes[rank] == nodes[me])
+    return offset, trip / 2
 
 
 def _ask(group: Group, other: int, rounds: int) -> None:
@@ -45,7 +52,7 @@ def _ask(group: Group, other: int, rounds: int) -> None:
     group.send(_message(group, *best), to=other, phase="setup").wait()
 
 
-def _answer(group: Group, first: int, rounds: int) -> tuple[float, float]:
+def _answer(group: Group, first: int, rounds: int) -> torch.Tensor:
     stamp, best = _message(group, 0.0), _message(group, 0.0, 0.0)
     for _ in range(rounds):
         group.recv(stamp, source=first, phase="setup").wait()
@@ -53,8 +60,7 @@ def _answer(group: Group, first: int, rounds: int) -> tuple[float, float]:
         stamp.fill_(time.perf_counter())
         group.send(stamp, to=first, phase="setup").wait()
     group.recv(best, source=first, phase="setup").wait()
-    trip, offset = best.tolist()
-    return offset, trip / 2
+    return best
 
 
 def _message(group: Group, *values: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ from paralab.model.build import loss_share
 from paralab.parallel.layouts import reports_loss
 from paralab.programs.compile import compiled
 from paralab.spec import ModelSpec, Plan
+from paralab.version import __version__
 
 
 class Trainer:
@@ -39,6 +40,7 @@ class Trainer:
 
     context  who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
              progress. The other arguments are those of `pl.run`, checked.
+    what     all of them as text, for ranks to `agree` on; "" if there is no need
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Trainer:
         seed: int = 0,
         recorder: Recorder | None = None,
         offload_folder: str | None = None,
+        what: str = "",
     ) -> None:
         self.context, self.model, self.plan, self.seed = context, model, plan, seed
         self.scaling: dict[str, float] = {}  # fp16: steps skipped so far, and the loss scale now
@@ -61,7 +64,6 @@ class Trainer:
         self.recorder = recorder or Recorder(
             rank=context.rank, world_size=context.world_size, device=context.device
         )
-        self.grid = grid = Grid(plan, context, self.recorder)
         if context.device.startswith("cuda"):
             torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         at = plan.place(context.rank)
@@ -70,6 +72,8 @@ class Trainer:
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
+        alike = functools.partial(agree, what=what, corpus=self.corpus, program=self.program)
+        self.grid = grid = Grid(plan, context, self.recorder, alike)
         self.groups = {
             "dp": grid.shard,
             "replica": grid.replica,
@@ -214,13 +218,12 @@ def train(
         "save": (save is None, save_every),
         "resume": resume and Path(resume).name,
     }
-    fingerprint = f"{model} {plan.to_dict()} {sorted(settings_of_all.items())} {plan.actions()}"
+    every = [__version__, model, plan.to_dict(), sorted(settings_of_all.items()), plan.actions()]
     losses = []
     ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
     with contextlib.ExitStack() as ledger_on:
         ledger_on.enter_context(ledger)
-        trainer = Trainer(context, model, plan, recorder=recorder, **settings)
-        agree(trainer.grid.world, what=fingerprint, corpus=trainer.corpus, program=trainer.program)
+        trainer = Trainer(context, model, plan, recorder=recorder, what=repr(every), **settings)
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)

@@ -34,7 +34,7 @@ KILLED = """. If no other program sent this signal, the kernel's out-of-memory k
 the machine had no memory left (dmesg shows it). Use fewer ranks or a smaller model"""
 
 
-class Refused(Exception):
+class Refused(RankError):
     """A setting that only a rank can find illegal; the caller of the launch gets a ValueError."""
 
 
@@ -90,7 +90,7 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
         kind = "memory"
     elif _NO_THREAD.match(message):
         what += NO_PROCESS
-    elif _is_from_a_peer(error):
+    elif is_from_a_peer(error):
         kind = "communication"
     return Failure(rank, now, kind, shortened(what), shortened(text), shortened(table), status)
 
@@ -125,7 +125,7 @@ def _readable(text: str) -> str:
     return f"{size:.1f} {units[0]}"
 
 
-def _is_from_a_peer(error: BaseException | None) -> bool:
+def is_from_a_peer(error: BaseException | None) -> bool:
     """Whether a rank that was lost caused this error, or an error that led to it."""
     seen: list[BaseException] = []
     while error is not None and all(error is not one for one in seen):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 
 RECEIVING = "gloo_tcp_loop"  # gloo's name for the thread of a group that receives
 
@@ -21,6 +22,12 @@ def keep_pages() -> None:
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(top_pad, 64 * 2**20)
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
+
+
+def end_with_parent() -> None:
+    """Linux: end this process (SIGTERM) when the one that started it has ended, even by SIGKILL."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # linux/prctl.h: PR_SET_PDEATHSIG
 
 
 def separate_queues() -> None:

@@ -59,6 +59,8 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
     "counted, so the bytes are those of the program as it is written. It compiles in the step "
     "after that, which takes longer; with memory_steps=0, in the first step.",
+    "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
+    "their clocks were compared once, before the first step, and may drift apart in a long run.",
     "scratch": "What kernels allocate and free while they compute, here those of {kernels}: only "
     "tensors that operations return are counted, so the process may hold more than the peak says.",
 }
@@ -295,6 +297,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
     scratch = sorted({what for program in observed for what in program.get("scratch", ())})
     through_host = on_gpu and report.meta.get("backend") == "gloo" and observed
+    apart = 1e3 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
     holds = {flag: any_made_of(report, flag) for flag in UNKNOWN}
     holds |= {
         "through host": through_host and len(calls),
@@ -302,10 +305,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         "FSDP2": (on_gpu or not len(calls)) and "FSDPModule" in modules,
         "DDP": "DistributedDataParallel" in modules,
         "threads": made_of(report, "threads"),
+        "clocks": report.clock == "measured" and apart,
         "scratch": scratch,
     }
-    kernels = " and ".join(scratch)
-    unknown = [text.format(kernels=kernels) for name, text in UNKNOWN.items() if holds[name]]
+    named = {"kernels": " and ".join(scratch), "apart": 2 * apart}
+    unknown = [text.format(**named) for name, text in UNKNOWN.items() if holds[name]]
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     counts = sorted(set(steps["rank"].value_counts()))
     if len(counts) > 1:

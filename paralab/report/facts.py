@@ -5,6 +5,7 @@ which kinds of report they must refuse.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,6 +78,20 @@ def node_of(report: Tables, rank: int) -> int:
     """The node that ``rank`` ran on; one node where the report does not say."""
     nodes = report.meta.get("nodes") or []
     return nodes[rank] if rank < len(nodes) else 0
+
+
+def machines(report: Tables) -> Counter[int]:
+    """{node: how many ranks it has}"""
+    return Counter(node_of(report, rank) for rank in range(report.world_size))
+
+
+def shared_cores(report: Tables, cores: int | None = None) -> tuple[int, int]:
+    """(ranks, cores) of the machine with the most ranks, if in a run they shared cores; or (0, 0).
+    cores: where the report does not say, of its one machine, whose nodes may be virtual
+    """
+    said, ranks = report.meta.get("cores"), report.world_size
+    ranks, cores = (max(machines(report).values()), said) if said else (ranks, cores or ranks)
+    return (ranks, cores) if report.clock == "measured" and cores < ranks else (0, 0)
 
 
 def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:

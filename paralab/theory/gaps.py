@@ -84,19 +84,26 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     elif abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
         yield "The prediction describes a device by a few rates, and does not model caches."
     step = table.loc["step time"]
-    ranks, cores = report.world_size, report.meta.get("cores") or expect.cluster.cores
+    ranks, cores = facts.shared_cores(report, expect.cluster.cores)
+    theirs, modelled = (facts.machines(each) for each in (report, expect))
+    if len(theirs) > len(modelled):
+        yield (
+            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}, "
+            f"without a link between nodes: predict for cluster.replace(nodes={len(theirs)}, "
+            f"devices_per_node={max(theirs.values())}, inter=pl.Link(alpha=…, bandwidth=…))."
+        )
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
     elif step["measured"] > 1.1 * step["replayed"] and not warm_up:
         if facts.device_of(report) == "cuda":
             yield "Python launches kernels one by one, and the device is idle in between."
-        elif cores and ranks > cores:
+        elif cores:
             yield (
                 f"{ranks} ranks share {count_of(cores, 'core')}, which explains a factor of "
                 f"{ranks / cores:g}; any more comes from other work on the machine, and from ranks "
                 "that wait for a rank without a core."
             )
-        else:
+        elif len(theirs) <= len(modelled):
             yield "There is a core for every rank, but the cores had other work too."
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (

@@ -101,12 +101,6 @@ def cluster_name(cluster: Cluster) -> str:
     return f"cluster {cluster.name}" if cluster.name != Cluster.name else "the stated cluster"
 
 
-def shared_cores(report: Tables) -> int:
-    """How many cores the ranks of a run shared, if there were fewer cores than ranks; else 0."""
-    cores = report.meta.get("cores") or report.world_size
-    return cores if report.clock == "measured" and cores < report.world_size else 0
-
-
 def clock_line(report: Tables, *more: str) -> str:
     """The second line of a title: the report's clock, then the other remarks."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import count_of
+from paralab.report import facts
 from paralab.report.tables import COMPUTE_KINDS, KINDS
 from paralab.view import boxes, lanes, naming, theme
 from paralab.view.boxes import Section
@@ -43,9 +44,9 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
             "ranks= selects fewer"
         )
     remarks += dict.fromkeys(
-        f"{report.world_size} ranks shared {count_of(cores, 'core')}, so boxes are longer"
-        for report in reports
-        if (cores := naming.shared_cores(report))
+        f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
+        for ranks, cores in map(facts.shared_cores, reports)
+        if cores
     )
     remarks += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
     remarks += ["framed: between nodes"] * any(section.two_levels for section in sections)

@@ -12,10 +12,11 @@ import ipywidgets as ipw
 
 from paralab.checks import LEGAL, count_of, illegal
 from paralab.instruments.calibrate import device_of_run, memory_bytes
+from paralab.report import facts
 from paralab.report.amounts import peak
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link
-from paralab.view import naming, theme
+from paralab.view import theme
 from paralab.view.chart import Chart
 
 MUTED, BAD = "var(--jp-ui-font-color2, #57606A)", "var(--jp-error-color0, #B3261E)"
@@ -175,8 +176,8 @@ def duration(seconds: float) -> str:
 
 def clock_name(report: Tables) -> str:
     """The report's clock, with the numbers of ranks and cores if ranks shared cores."""
-    cores = naming.shared_cores(report)
-    shared = f" ({report.world_size} ranks on {count_of(cores, 'core')})" if cores else ""
+    ranks, cores = facts.shared_cores(report)
+    shared = f" ({ranks} ranks on {count_of(cores, 'core')})" if cores else ""
     return report.clock + shared
 
 
