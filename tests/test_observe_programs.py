@@ -502,11 +502,11 @@ def gathers_what_it_updates():
     sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
-def the_first_fsdp():
+def the_first_fsdp(views):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    cpu = torch.device("cpu")
-    trained(FullyShardedDataParallel(layers(1), device_id=cpu, use_orig_params=True), 256)
+    unit = {"device_id": torch.device("cpu"), "use_orig_params": views}
+    trained(FullyShardedDataParallel(layers(1), **unit), 256)
 
 
 def a_gate_beside_local_experts():
@@ -643,7 +643,9 @@ SAID = {
         "0.131 MB of other traffic")}),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
-    (the_first_fsdp,): (2, {FORM: ("so Ψ is not known",), TIMES: None}),
+    **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
+        FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
+        TIMES: (ONCE,), "Which parameters are not sharded?": ("None: all",)})),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),

@@ -18,7 +18,7 @@ from paralab.report.paradigm import (
     any_made_of,
     backwards,
     describe_axis,
-    in_parts,
+    fully_sharded,
     made_of,
     mb,
     steps_of,
@@ -43,7 +43,7 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "rank's wait for it ended.",
     "gloo": "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
     "its span ends when the rank's wait for it ended.",
-    "FSDP2": "When the device waited for FSDP2's collectives: they run on streams of their own, "
+    "FSDP": "When the device waited for FSDP's collectives: they run on streams of their own, "
     "and a stall of the compute stream counts as computation.",
     "aside": "When the device waited for calls that the program waits for on streams of its own: "
     "they end there, and a stall of the compute stream counts as computation.",
@@ -167,8 +167,8 @@ def _hidden(report: Tables) -> str:
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
-    if "FSDPModule" not in made_of(report, "modules"):
-        return ""  # without FSDP2 the program's gathers are not of parameters
+    if not fully_sharded(report):
+        return ""  # without FSDP the program's gathers are not of parameters
     axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]
     gathers, lines = calls[calls["op"].eq("all_gather") & calls["axis"].isin(axes)], []
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
@@ -273,7 +273,7 @@ def _whole(report: Tables) -> str:
     """Which parameters of rank 0 are not sharded."""
     own = made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
-    if report.world_size == 1 or not own or in_parts(report):
+    if report.world_size == 1 or not own:
         return ""
     if not whole:
         return "None: all parameters are sharded."
@@ -299,7 +299,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     holds |= {
         "through host": through_host and len(calls),
         "gloo": not on_gpu and len(calls),
-        "FSDP2": (on_gpu or not len(calls)) and "FSDPModule" in modules,
+        "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),
         "DDP": "DistributedDataParallel" in modules,
         "threads": made_of(report, "threads"),
         "scratch": scratch,
