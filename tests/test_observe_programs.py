@@ -429,7 +429,7 @@ def sharded_beside_sums():
     trained(fully_shard(model, mesh=mesh["dp"]), 256)
 
 
-def several_gradients_of_one_input():
+def several_gradients_of_one_input(tokens):
     """Queries, keys and values are cut by hand, and each sums its gradient of the input."""
 
     def summed(gradient):
@@ -451,7 +451,7 @@ def several_gradients_of_one_input():
 
     sizes = [(128, 64)] * 3 + [(64, 128)]
     made = [Attention(nn.Linear(*size, bias=False) for size in sizes) for _ in range(4)]
-    trained(nn.Sequential(*made), torch.ones(64, 128), backwards=2)
+    trained(nn.Sequential(*made), torch.ones(tokens, 128), backwards=2)
 
 
 def sums_gradients(model, x, **how):
@@ -626,8 +626,8 @@ SAID = {
     (sharded_beside_sums,): (4, {  # the other axis gathers in the backward, too
         FORM: ("gathered for the forward, kept for backward: 2 (n−1)/n Ψ",),
         "Are gathers prefetched?": ("forward: for ", "of 8 gathers")}),
-    (several_gradients_of_one_input,): (
-        2, {FORM: ("axis world: sums activations in the forward",), TIMES: None}),
+    **dict.fromkeys([(several_gradients_of_one_input, tokens) for tokens in (64, 114)], (
+        2, {FORM: ("axis world: sums activations in the forward",), TIMES: None})),  # 114: 1.002 Ψ
     (small_gradients_one_by_one,): (2, {FORM: ("gradients all-reduced: 2 (n−1)/n Ψ = 2,048 B",)}),
     (gathers_what_it_updates,): (2, {TIMES: (TWO,), FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "

@@ -165,7 +165,8 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
     """Whether the reductions on an axis look like those of tensor parallelism. They do if one of
     three conditions holds: parameters are sharded along the axis as DTensors, and not by FSDP; the
     forwards reduce more than half as many bytes as the later phases; or every later reduction has
-    the size of one in a forward, and their sum is not the gradients of all parameters once.
+    the size of one in a forward, and their sum is not, to the byte, the gradients of all
+    parameters once.
     """
     rank = int(rows["rank"].min())
     cut = any(axis in p.get("cut", ()) for p in made_of(report, "parameters", rank))
@@ -180,7 +181,7 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
         return False
     _, reducing = backwards(report, rank, sums)
     psi = trained_bytes(report, rank, axis) * steps_of(report, rank) * (reducing or 1)
-    return not psi or whole_number(later.sum() / psi) != 1
+    return later.sum() != round(psi)
 
 
 def steps_of(report: Tables, rank: int) -> int:
