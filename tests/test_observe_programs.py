@@ -185,15 +185,25 @@ def test_what_other_threads_send_is_none_of_a_backwards():
     assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0  # in which they take no time
 
 
-def trains_on_a_thread():
-    run = functools.partial(trained, ddp(layers(1)), 256)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+def trains_on_a_thread(only_forward):
+    model, outputs = ddp(layers(1)), []
+
+    def on_a_thread(call, x):
+        thread = threading.Thread(target=lambda: outputs.append(call(x)))
+        thread.start()
+        thread.join()
+        return outputs.pop()
+
+    if only_forward:
+        update = torch.optim.SGD(model.parameters(), 0.1)
+        trained(lambda x: on_a_thread(model, x), 256, update=update)
+    else:
+        on_a_thread(functools.partial(trained, model), 256)
 
 
-def test_what_another_thread_trains_is_said_to_be_unknown():
-    report = seen(trains_on_a_thread)
+@pytest.mark.parametrize("only_forward", [False, True])
+def test_what_another_thread_trains_is_said_to_be_unknown(only_forward):
+    report = seen(trains_on_a_thread, args=(only_forward,))
     assert "What other threads of the program train" in report.explain()[UNKNOWN]
 
 

@@ -54,8 +54,8 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "its last all-reduce in a backward counts as the wait.",
     "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
     "replayed, its calls, forwards and backwards are not seen.",
-    "threads": "What other threads of the program train: modules were trained on a thread that the "
-    "program had started, and only the main thread's spans, steps and memory are recorded.",
+    "threads": "What other threads of the program train: modules ran on a thread that the program "
+    "had started, and only the main thread's spans, steps and memory are recorded.",
     "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
     "counted, so the bytes are those of the program as it is written. It compiles in the step "
     "after that, which takes longer; with memory_steps=0, in the first step.",
@@ -301,7 +301,6 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         "gloo": not on_gpu and len(calls),
         "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),
         "DDP": "DistributedDataParallel" in modules,
-        "threads": made_of(report, "threads"),
         "scratch": scratch,
     }
     kernels = " and ".join(scratch)
