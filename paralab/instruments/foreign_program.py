@@ -92,16 +92,12 @@ class Program:
         """A parameter as a report has it: name, elements in all and on this rank, bytes on this
         rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
         """
-        placed, cut = getattr(parameter, "placements", None), {}
+        placed = getattr(parameter, "placements", None)
         local = _shard(parameter) if placed is None else parameter.to_local()
+        groups = [handle.process_group] if handle and handle.uses_sharded_strategy else []
         for dimension, placement in enumerate(placed or ()):
             if not (placement.is_replicate() or placement.is_partial()):
-                mesh = parameter.device_mesh
-                axis = self.calls.where(mesh.get_group(dimension), local.device).axis
-                cut[axis] = mesh.size(dimension)
-        if handle is not None and handle.uses_sharded_strategy:
-            group = handle.process_group
-            cut[self.calls.where(group, local.device).axis] = group.size()
+                groups.append(parameter.device_mesh.get_group(dimension))
         return {
             "name": name.removeprefix("module."),
             "elements": _whole(parameter),
@@ -109,7 +105,7 @@ class Program:
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
             "placements": ", ".join(map(str, placed or ())),
-            "cut": cut,
+            "cut": {self.calls.where(g, local.device).axis: g.size() for g in groups},
         }
 
     # ---- thread, device and stream --------------------------------------------------------------
@@ -243,9 +239,7 @@ def _shard(parameter: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> int:
-    """The elements of a parameter in all: for a shard of DeepSpeed's, FSDP1's or fairscale's an
-    attribute.
-    """
+    """The elements of a parameter in all: of a DeepSpeed, FSDP1 or fairscale shard an attribute."""
     size = getattr(parameter, "_orig_size", parameter.shape)
     size = getattr(parameter, "_unpadded_unsharded_size", size)
     return getattr(parameter, "ds_numel", size.numel())

@@ -15,7 +15,6 @@ from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.paradigm import (
     REDUCTIONS,
-    any_made_of,
     backwards,
     describe_axis,
     fully_sharded,
@@ -294,10 +293,9 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
     scratch = sorted({what for program in observed for what in program.get("scratch", ())})
-    through_host = on_gpu and report.meta.get("backend") == "gloo" and observed
-    holds = {flag: any_made_of(report, flag) for flag in UNKNOWN}
+    holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
     holds |= {
-        "through host": through_host and len(calls),
+        "through host": on_gpu and observed and report.meta.get("backend") == "gloo" and len(calls),
         "gloo": not on_gpu and len(calls),
         "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),
         "DDP": "DistributedDataParallel" in modules,

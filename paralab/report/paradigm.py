@@ -165,8 +165,7 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
     """Whether the reductions on an axis look like those of tensor parallelism. They do if one of
     three conditions holds: parameters are sharded along the axis as DTensors, and not by FSDP; the
     forwards reduce more than half as many bytes as the later phases; or every later reduction has
-    the size of one in a forward, and their sum is not, to the byte, the gradients of all
-    parameters once.
+    the size of one in a forward, and their sum is not to the byte that of all gradients once.
     """
     rank = int(rows["rank"].min())
     cut = any(axis in p.get("cut", ()) for p in made_of(report, "parameters", rank))
@@ -225,18 +224,10 @@ def fully_sharded(report: Tables, rank: int = 0) -> bool:
 
 
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
-    """What the observation found in the rank's program: its "modules" and "parameters"; whether an
-    optimizer evaluates "closures", whether other "threads" train, whether messages are sent in
-    "batches", whether other streams wait for calls ("aside"), whether there are CUDA "graphs",
-    whether it "compiles", what its kernels compute in "scratch" memory. Empty if there is none, or
-    if the report is not an observation's.
+    """What the observation found in the rank's program, an entry of `Program.about`. Empty if there
+    is none, or if the report is not an observation's.
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
-
-
-def any_made_of(report: Tables, what: str) -> bool:
-    """Whether `made_of` finds ``what`` on any rank."""
-    return any(program.get(what) for program in report.meta.get("observed", ()))
 
 
 def whole_number(times: float) -> int:
