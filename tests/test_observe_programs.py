@@ -512,10 +512,13 @@ def gathers_what_it_updates():
     sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
-def the_first_fsdp(views):
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def the_first_fsdp(views, levels=1):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     unit = {"device_id": torch.device("cpu"), "use_orig_params": views}
+    if levels == 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        unit |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     trained(FullyShardedDataParallel(layers(1), **unit), 256)
 
 
@@ -656,6 +659,9 @@ SAID = {
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
         FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
         TIMES: (ONCE,), "Which parameters are not sharded?": ("None: all",)})),
+    (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
+        "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
+        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, kept")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),
