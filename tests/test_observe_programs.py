@@ -185,15 +185,25 @@ def test_what_other_threads_send_is_none_of_a_backwards():
     assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0  # in which they take no time
 
 
-def trains_on_a_thread():
-    run = functools.partial(trained, ddp(layers(1)), 256)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+def trains_on_a_thread(only_forward):
+    model, outputs = ddp(layers(1)), []
+
+    def on_a_thread(call, x):
+        thread = threading.Thread(target=lambda: outputs.append(call(x)))
+        thread.start()
+        thread.join()
+        return outputs.pop()
+
+    if only_forward:
+        update = torch.optim.SGD(model.parameters(), 0.1)
+        trained(lambda x: on_a_thread(model, x), 256, update=update)
+    else:
+        on_a_thread(functools.partial(trained, model), 256)
 
 
-def test_what_another_thread_trains_is_said_to_be_unknown():
-    report = seen(trains_on_a_thread)
+@pytest.mark.parametrize("only_forward", [False, True])
+def test_what_another_thread_trains_is_said_to_be_unknown(only_forward):
+    report = seen(trains_on_a_thread, args=(only_forward,))
     assert "What other threads of the program train" in report.explain()[UNKNOWN]
 
 
@@ -420,7 +430,7 @@ def sharded_beside_sums():
     trained(fully_shard(model, mesh=mesh["dp"]), 256)
 
 
-def several_gradients_of_one_input():
+def several_gradients_of_one_input(tokens):
     """Queries, keys and values are cut by hand, and each sums its gradient of the input."""
 
     def summed(gradient):
@@ -442,7 +452,7 @@ def several_gradients_of_one_input():
 
     sizes = [(128, 64)] * 3 + [(64, 128)]
     made = [Attention(nn.Linear(*size, bias=False) for size in sizes) for _ in range(4)]
-    trained(nn.Sequential(*made), torch.ones(64, 128), backwards=2)
+    trained(nn.Sequential(*made), torch.ones(tokens, 128), backwards=2)
 
 
 def sums_gradients(model, x, **how):
@@ -493,11 +503,14 @@ def gathers_what_it_updates():
     sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
-def the_first_fsdp():
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def the_first_fsdp(views, levels=1):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    cpu = torch.device("cpu")
-    trained(FullyShardedDataParallel(layers(1), device_id=cpu, use_orig_params=True), 256)
+    unit = {"device_id": torch.device("cpu"), "use_orig_params": views}
+    if levels == 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        unit |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    trained(FullyShardedDataParallel(layers(1), **unit), 256)
 
 
 def a_gate_beside_local_experts():
@@ -617,8 +630,8 @@ SAID = {
     (sharded_beside_sums,): (4, {  # the other axis gathers in the backward, too
         FORM: ("gathered for the forward, kept for backward: 2 (n−1)/n Ψ",),
         "Are gathers prefetched?": ("forward: for ", "of 8 gathers")}),
-    (several_gradients_of_one_input,): (
-        2, {FORM: ("axis world: sums activations in the forward",), TIMES: None}),
+    **dict.fromkeys([(several_gradients_of_one_input, tokens) for tokens in (64, 114)], (
+        2, {FORM: ("axis world: sums activations in the forward",), TIMES: None})),  # 114: 1.002 Ψ
     (small_gradients_one_by_one,): (2, {FORM: ("gradients all-reduced: 2 (n−1)/n Ψ = 2,048 B",)}),
     (gathers_what_it_updates,): (2, {TIMES: (TWO,), FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
@@ -634,7 +647,12 @@ SAID = {
         "0.131 MB of other traffic")}),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
-    (the_first_fsdp,): (2, {FORM: ("so Ψ is not known",), TIMES: None}),
+    **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
+        FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
+        TIMES: (ONCE,), "Which parameters are not sharded?": ("None: all",)})),
+    (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
+        "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
+        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, kept")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),

@@ -114,6 +114,8 @@ class Observer(Program):
     def _forward(self, module: Any, *_: Any) -> Any:
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
+        if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
+            self.about["threads"] = torch.is_grad_enabled() and of_python()
         return UNSEEN if inner or not self._watches() else self._outer_forward(module)
 
     @contextlib.contextmanager

@@ -75,32 +75,37 @@ class Program:
         return list(_at_rest(module))
 
     def describe(self) -> None:
-        """Describe the modules' parameters; called at moments when FSDP2 has gathered none."""
+        """Describe the modules' parameters; called at moments when FSDP2 has gathered none. FSDP1
+        makes one flat parameter of several, which may remain as views of it.
+        """
         for module in self.met:
+            handles = (part.__dict__.get("_handle") for part in module.modules())
+            flat = ((h, h.flat_param) for h in handles if hasattr(h, "flat_param"))
+            made = {id(p): (unit, handle) for handle, unit in flat for p in unit._params or (unit,)}
             for name, parameter in module.named_parameters():
-                if id(parameter) not in self.described:
-                    self.described.add(id(parameter))
-                    self.about["parameters"].append(self._description(name, parameter))
+                whole, handle = made.get(id(parameter), (parameter, None))
+                if id(whole) not in self.described:
+                    self.about["parameters"].append(self._description(name, whole, handle))
+                self.described |= {id(parameter), id(whole)}
 
-    def _description(self, name: str, parameter: Tensor) -> dict[str, Any]:
+    def _description(self, name: str, parameter: Tensor, handle: Any) -> dict[str, Any]:
         """A parameter as a report has it: name, elements in all and on this rank, bytes on this
         rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
         """
-        placed, cut = getattr(parameter, "placements", None), {}
+        placed = getattr(parameter, "placements", None)
         local = _shard(parameter) if placed is None else parameter.to_local()
+        groups = [handle.process_group] if handle and handle.uses_sharded_strategy else []
         for dimension, placement in enumerate(placed or ()):
             if not (placement.is_replicate() or placement.is_partial()):
-                mesh = parameter.device_mesh
-                axis = self.calls.where(mesh.get_group(dimension), local.device).axis
-                cut[axis] = mesh.size(dimension)
+                groups.append(parameter.device_mesh.get_group(dimension))
         return {
             "name": name.removeprefix("module."),
-            "elements": getattr(parameter, "ds_numel", parameter.numel()),
+            "elements": _whole(parameter),
             "held": local.numel(),
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
             "placements": ", ".join(map(str, placed or ())),
-            "cut": cut,
+            "cut": {self.calls.where(g, local.device).axis: g.size() for g in groups},
         }
 
     # ---- thread, device and stream --------------------------------------------------------------
@@ -229,5 +234,12 @@ def _at_rest(module: Any) -> Iterator[Tensor]:
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    """What a rank keeps of a parameter: in DeepSpeed's ZeRO-3 an attribute, ``ds_tensor``."""
-    return getattr(parameter, "ds_tensor", parameter)
+    """What a rank keeps of a parameter: in DeepSpeed's ZeRO-3 and in FSDP1 an attribute."""
+    return getattr(parameter, "ds_tensor", getattr(parameter, "_local_shard", parameter))
+
+
+def _whole(parameter: Tensor) -> int:
+    """The elements of a parameter in all: of a DeepSpeed, FSDP1 or fairscale shard an attribute."""
+    size = getattr(parameter, "_orig_size", parameter.shape)
+    size = getattr(parameter, "_unpadded_unsharded_size", size)
+    return getattr(parameter, "ds_numel", size.numel())

@@ -15,10 +15,9 @@ from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.paradigm import (
     REDUCTIONS,
-    any_made_of,
     backwards,
     describe_axis,
-    in_parts,
+    fully_sharded,
     made_of,
     mb,
     steps_of,
@@ -43,7 +42,7 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "rank's wait for it ended.",
     "gloo": "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
     "its span ends when the rank's wait for it ended.",
-    "FSDP2": "When the device waited for FSDP2's collectives: they run on streams of their own, "
+    "FSDP": "When the device waited for FSDP's collectives: they run on streams of their own, "
     "and a stall of the compute stream counts as computation.",
     "aside": "When the device waited for calls that the program waits for on streams of its own: "
     "they end there, and a stall of the compute stream counts as computation.",
@@ -54,8 +53,8 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "its last all-reduce in a backward counts as the wait.",
     "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
     "replayed, its calls, forwards and backwards are not seen.",
-    "threads": "What other threads of the program train: modules were trained on a thread that the "
-    "program had started, and only the main thread's spans, steps and memory are recorded.",
+    "threads": "What other threads of the program train: modules ran on a thread that the program "
+    "had started, and only the main thread's spans, steps and memory are recorded.",
     "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
     "counted, so the bytes are those of the program as it is written. It compiles in the step "
     "after that, which takes longer; with memory_steps=0, in the first step.",
@@ -169,8 +168,8 @@ def _hidden(report: Tables) -> str:
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
-    if "FSDPModule" not in made_of(report, "modules"):
-        return ""  # without FSDP2 the program's gathers are not of parameters
+    if not fully_sharded(report):
+        return ""  # without FSDP the program's gathers are not of parameters
     axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]
     gathers, lines = calls[calls["op"].eq("all_gather") & calls["axis"].isin(axes)], []
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
@@ -275,7 +274,7 @@ def _whole(report: Tables) -> str:
     """Which parameters of rank 0 are not sharded."""
     own = made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
-    if report.world_size == 1 or not own or in_parts(report):
+    if report.world_size == 1 or not own:
         return ""
     if not whole:
         return "None: all parameters are sharded."
@@ -296,15 +295,13 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
     scratch = sorted({what for program in observed for what in program.get("scratch", ())})
-    through_host = on_gpu and report.meta.get("backend") == "gloo" and observed
     apart = 1e3 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
-    holds = {flag: any_made_of(report, flag) for flag in UNKNOWN}
+    holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
     holds |= {
-        "through host": through_host and len(calls),
+        "through host": on_gpu and observed and report.meta.get("backend") == "gloo" and len(calls),
         "gloo": not on_gpu and len(calls),
-        "FSDP2": (on_gpu or not len(calls)) and "FSDPModule" in modules,
+        "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),
         "DDP": "DistributedDataParallel" in modules,
-        "threads": made_of(report, "threads"),
         "clocks": report.clock == "measured" and apart,
         "scratch": scratch,
     }

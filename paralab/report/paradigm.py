@@ -33,6 +33,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 # The phases in which gradients are reduced: "data" by the program's own calls, "optimizer" in a
 # closure that the optimizer evaluates.
 REDUCING = ("backward", "data", "optimizer")
+FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 NEAR = 0.02  # tolerance for a ratio to be a whole number: FSDP pads its shards
 ACTIVATIONS = (
     "sums activations in the forward and their gradients in the backward, as tensor parallelism "
@@ -50,8 +51,6 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     n, psi = len(rows["ranks"].iloc[0]), trained_bytes(report, rank, axis)
     if n == 1:
         return "a group of one rank sends nothing"
-    if in_parts(report, rank):
-        return "FullyShardedDataParallel shows only shards of the parameters, so Ψ is not known"
     if not psi:
         return "no trained parameter was seen, so there is nothing to compare with"
     if sums_activations(report, rows, axis):
@@ -74,7 +73,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     gathers = {
         phase: payload["all_gather", phase] / (psi + frozen) for phase in ("forward", *REDUCING)
     }
-    sharded = "FSDPModule" in made_of(report, "modules", rank)
+    sharded = fully_sharded(report, rank)
     outside = rows[rows["op"].eq("all_gather") & rows["phase"].eq("data")]
     unsharded = sharded and outside["step"].nunique() == steps  # ``model.unshard()``, no checkpoint
     if not (all_reduced or scattered):
@@ -166,11 +165,11 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
     """Whether the reductions on an axis look like those of tensor parallelism. They do if one of
     three conditions holds: parameters are sharded along the axis as DTensors, and not by FSDP; the
     forwards reduce more than half as many bytes as the later phases; or every later reduction has
-    the size of one in a forward, and their sum is not the gradients of all parameters once.
+    the size of one in a forward, and their sum is not to the byte that of all gradients once.
     """
     rank = int(rows["rank"].min())
     cut = any(axis in p.get("cut", ()) for p in made_of(report, "parameters", rank))
-    if cut and "FSDPModule" not in made_of(report, "modules", rank):
+    if cut and not fully_sharded(report, rank):
         return True
     sums = rows[rows["op"].isin(REDUCTIONS) & (rows["rank"] == rank)]
     in_forward = sums["phase"] == "forward"
@@ -181,7 +180,7 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
         return False
     _, reducing = backwards(report, rank, sums)
     psi = trained_bytes(report, rank, axis) * steps_of(report, rank) * (reducing or 1)
-    return not psi or whole_number(later.sum() / psi) != 1
+    return later.sum() != round(psi)
 
 
 def steps_of(report: Tables, rank: int) -> int:
@@ -210,8 +209,6 @@ def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True)
     ones if none is. Of a parameter sharded along other axes too, only the rank's shard on those
     counts. ``trained=False``: the same of frozen parameters. 0 where they are not known.
     """
-    if in_parts(report, rank):
-        return 0.0
     own = [p for p in made_of(report, "parameters", rank) if p["trained"] == trained]
     sharded = [p for p in own if axis in p.get("cut", ())]
     total = 0.0
@@ -221,24 +218,16 @@ def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True)
     return total
 
 
-def in_parts(report: Tables, rank: int = 0) -> bool:
-    """Whether the program uses FSDP1, which shows a rank's flat shards but no parameter's size."""
-    return "FullyShardedDataParallel" in made_of(report, "modules", rank)
+def fully_sharded(report: Tables, rank: int = 0) -> bool:
+    """Whether the rank's program has modules of FSDP2, or of FSDP1."""
+    return not FSDP.isdisjoint(made_of(report, "modules", rank))
 
 
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
-    """What the observation found in the rank's program: its "modules" and "parameters"; whether an
-    optimizer evaluates "closures", whether other "threads" train, whether messages are sent in
-    "batches", whether other streams wait for calls ("aside"), whether there are CUDA "graphs",
-    whether it "compiles", what its kernels compute in "scratch" memory. Empty if there is none, or
-    if the report is not an observation's.
+    """What the observation found in the rank's program, an entry of `Program.about`. Empty if there
+    is none, or if the report is not an observation's.
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
-
-
-def any_made_of(report: Tables, what: str) -> bool:
-    """Whether `made_of` finds ``what`` on any rank."""
-    return any(program.get(what) for program in report.meta.get("observed", ()))
 
 
 def whole_number(times: float) -> int:
