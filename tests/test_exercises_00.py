@@ -4,8 +4,6 @@ import paralab as pl
 from judged import Table, altered
 
 STEP, PEAK = pl.exercises.accumulate, pl.exercises.peak_estimate
-
-
 step = altered("accumulate")
 SHARE, HANDED_IN = "(len(tokens) / samples)", "return float(mean), norm"
 LOOP = "    for tokens, targets in microbatches:\n"

@@ -11,8 +11,6 @@ from paralab.launch import launch_program
 from refusals import refuses
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
-
-
 ring = altered("ring_all_reduce")
 CHUNKS, LEAVING = "chunks = tensor.tensor_split(n)", "chunks[(rank - step) % n]"
 FIRST = f"exchange({LEAVING}, partial)"
@@ -74,7 +72,6 @@ SCATTER, GATHER = (
     "dist.all_gather_into_tensor(tensor, part, group=inside)",
 )
 MIDDLE, PART = "dist.all_reduce(part, group=across)", "part = tensor.new_empty(tensor.numel() // k)"
-
 
 TWO_LEVELS = [
     (levels((SCATTER, "dist.all_reduce(tensor)"), (MIDDLE, "pass"), (GATHER, "pass")),

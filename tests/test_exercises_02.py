@@ -12,8 +12,6 @@ from paralab.exercises.verdict import Notes
 from paralab.programs import all_gather, all_reduce, completed, gradients, insert, reduce_scatter
 
 AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
-
-
 mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 GATHERED = (

@@ -69,7 +69,6 @@ STEPS = [  # answer, limits it breaks, words of the verdict
      "rank 0 sends 16,432 bytes, required: 16,384 "),
 ]  # fmt: skip
 
-
 ALL_STEPS = Table(STEP, STEPS, alone=[NO_LEAF, ONE_DIGIT])
 test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = ALL_STEPS.tests()
 
@@ -94,7 +93,6 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
      {"loss"}, "rank 1 returns 0, required: "),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
 ]  # fmt: skip
-
 
 ALL_CHUNKS = Table(CHUNKS, CHUNKED)
 test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()

@@ -9,11 +9,7 @@ from paralab.exercises import prefetch
 
 # ---- ZeRO-1 --------------------------------------------------------------------------------------
 ZERO1 = pl.exercises.zero_step
-
-
 zero1 = altered("zero_step")
-
-
 SHARE = "dist.reduce_scatter_tensor(own_gradient, self.padded(gradient))"
 FILL, SLICE = "dist.all_gather_into_tensor(full, own)", "full.chunk(self.ranks)[self.rank]"
 COPY = "self.parameters.copy_(full[: self.parameters.numel()])"
@@ -63,8 +59,6 @@ test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step 
 
 # ---- ZeRO-3 --------------------------------------------------------------------------------------
 ZERO3 = pl.exercises.my_zero3
-
-
 zero3 = altered("my_zero3")
 REDUCE, MEAN = "dist.reduce_scatter_tensor(own, flat)", "own / self.ranks"
 GATHER = "dist.all_gather_into_tensor(flat, self.shards[i])"
@@ -110,8 +104,6 @@ test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.
 
 # ---- prefetch ------------------------------------------------------------------------------------
 AHEAD = pl.exercises.my_prefetch
-
-
 ahead = altered("my_prefetch")
 WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
 USED = "        self.free(i)\n        output.register_hook(lambda _: self.gather_unit(i, following"

@@ -14,8 +14,6 @@ HERE = TIERS.replace(cores=2)  # processors: messages are those of gloo
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
-
-
 again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 IMPORT, KEEP_X = "import torch\n", "ctx.save_for_backward(x, *parameters)"

@@ -11,8 +11,6 @@ F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_
 EXERCISE = pl.exercises.ALL
 FORWARD, BACKWARD, WEIGHTS = "bytes, forward", "bytes, backward", "weights per rank"
 OWN_TERM = "; it is the rank's own term of the sum, to which no other was added"
-
-
 mlp = altered("tensor_mlp")
 attention = altered("tensor_attention")
 pair = altered("f_and_g")

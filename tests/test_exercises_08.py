@@ -51,7 +51,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
 ]  # fmt: skip
 
-
 TABLE = Table(SUMMA, WRONG, alone=[ROOT, HALF])
 test_a_wrong_summa_is_refused, test_a_right_summa_passes, test_its_stub = TABLE.tests()
 

@@ -21,8 +21,6 @@ BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
 # ---- warm-up: the bandwidth ----------------------------------------------------------------------
 FIRST, OTHERS, PAPER = BANDWIDTH.required
 ALL, SHARE = {FIRST, OTHERS, PAPER}, "efficiency / (1 - efficiency)"
-
-
 needed = altered("bandwidth")
 WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (needed(("8 * tokens", "6 * tokens")), ALL, "8 FLOPs per parameter and token, not 6"),

@@ -56,12 +56,9 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
      "40 rows: required: 1.00841e+14, yours inf (the product of many rates overflows"),
 ]  # fmt: skip
 
-
 BAD_FITS = [(altered("own_fit")(*pairs), *row) for pairs, *row in WRONG_FITS]
 FITS = Table(FIT, BAD_FITS, exact=True)
 test_a_wrong_fit_is_refused, test_a_right_fit_passes, test_the_stub_of_a_fit = FITS.tests()
-
-
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
 FLOPS, DAYS, MFU, HFU = COST.required
