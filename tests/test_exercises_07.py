@@ -1,6 +1,7 @@
 """Lab 07's exercises: right answers pass, wrong ones are refused by the limits they break."""
 
 import numpy as np
+import pytest
 
 import paralab as pl
 from judged import Table, altered
@@ -255,3 +256,13 @@ def test_a_factor_that_is_a_divisor_for_other_ranks_is_a_fraction():
     for factor, words in ((4 / 3, "4/3 times"), (0.75, "0.75 times"), (1e6 / 7, "1.43e+05 times")):
         said = diagnose.first_wrong("", [factor * right], [right])
         assert said.endswith(f"; it is {words} what is required")
+
+
+@pytest.mark.parametrize("kind", pairs.PAIRS)
+@pytest.mark.parametrize("t", (2, 3, 4))
+def test_the_terms_of_all_ranks_are_the_sum(kind, t):
+    pair = pairs.PAIRS[kind]
+    right = pairs.of_one_device(pair, 7)
+    for name in ("z", "x"):
+        terms = [term for _, term in pairs.named_terms(pair, 7, t, name)]
+        np.testing.assert_allclose(sum(terms), right[name], atol=1e-10)
