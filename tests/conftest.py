@@ -39,7 +39,7 @@ WORDS = [
 # pages: one that begins last is waited for alone. Half of launch_failures and of labs_meta is
 # waiting: each stands where a file comes next to it that computes.
 LONG = ("composed", "launch_failures", "programs_equal", "labs_meta", "search", "exercises_05",
-        "programs_offload", "mutants", "observe", "exercises_ranks", "exercises_02",
+        "programs_offload", "mutants", "observe", "exercises_01", "exercises_02",
         "virtual_plans", "torchrun", "exercises_06", "traffic", "launch", "checkpoint", "published",
         "exercises_08", "exercises_03", "outline", "binder")  # fmt: skip
 
@@ -107,6 +107,23 @@ def checked_by_plotly(monkeypatch):
         return chart
 
     monkeypatch.setattr(module.Chart, "draw", checked)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Widgets by name, whose runs have this many steps; they are closed at the end."""
+    import widgets
+
+    made = []
+
+    def one(name: str, steps: int = 3) -> Any:
+        made.append(widgets.MAKE[name]())
+        monkeypatch.setattr(type(made[-1]), "steps", steps)
+        return made[-1]
+
+    yield one
+    for widget in made:
+        widget.close()
 
 
 @pytest.fixture(scope="session")

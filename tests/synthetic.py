@@ -175,3 +175,16 @@ def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0)
             done -= share * (kind == "backward")
         assert abs(kept) < 1e-9 and abs(done - total) < 1e-9
     return dataclasses.replace(made, **tables(memory=rows))
+
+
+def boxes(chart: Any) -> list[dict[str, Any]]:
+    """Every box of a timeline: its trace and row, its seconds, where it stands, what it says."""
+    axis = chart.layout.yaxis
+    rows = dict(zip(axis.ticktext, axis.tickvals, strict=True))
+    return [
+        {"name": t.name, "row": min(rows, key=lambda r: abs(rows[r] - y)), "start": base / 1e3,
+         "end": (base + x) / 1e3, "colour": t.marker.color, "said": said, "top": y - w / 2,
+         "bottom": y + w / 2}
+        for t in chart.data for base, x, y, w, said in
+        zip(t.base, t.x, t.y, t.width, t.hovertext, strict=True)
+    ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Exercises: stub and answer are one text, guesses stand, verdicts speak, own forms are checked."""
 
-from __future__ import annotations
-
 import importlib
+import itertools
 import math
 import traceback
 from fractions import Fraction
@@ -13,7 +12,6 @@ import pytest
 
 import marks
 import paralab as pl
-from bad_answers import never_ends_in_c
 from judged import TABLES, Table, defined, stored
 from paralab.exercises import sources
 from paralab.exercises.answers.zero_step import MyZero1
@@ -75,9 +73,16 @@ def held(rule):
     return lambda model, recipe, gb: rule(sum(states(model, recipe).values()), gb)
 
 
-class NoRepr:
-    def __repr__(self):
-        raise RuntimeError("no words")
+class Speechless(RuntimeError):
+    """An error that has no text, that equals nothing, and that has no repr."""
+
+    def __str__(self):
+        raise KeyError
+
+    __repr__ = __str__
+
+    def __eq__(self, other):
+        raise KeyError
 
 
 STATES = [  # answer, a limit it breaks, words of the verdict
@@ -91,9 +96,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (of(lambda m: m.num_params / 1e9), "large models", "required: bytes"),
     (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
      "'parameters': required: 497.759 MB, yours 663.679 MB"),
-    (lambda *asked: sum(states(*asked).values()), "tied output matrix", "required: a dict"),
     (lambda *asked: None, "tied output matrix", "required: a dict, {state: bytes}, yours is None"),
-    (of(lambda m: m.parameters), "tied output matrix", "no attribute 'parameters'"),
 ]  # fmt: skip
 DEVICES = [
     (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),
@@ -105,7 +108,7 @@ DEVICES = [
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
     (held(lambda total, gb: int(total // (gb * 10**9)) + 1), "the states fit exactly"),
     (lambda *asked: 10**5000, "required: a number of devices, yours is"),
-    (lambda *asked: NoRepr(), "<NoRepr without a repr: RuntimeError>"),
+    (lambda *asked: Speechless(), "<Speechless without a repr: KeyError>"),
     (lambda *asked: [0] * 10**6, "more than 20,000 entries; legal: "),
 ]  # fmt: skip
 
@@ -130,21 +133,9 @@ test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.t
 
 
 def test_an_answer_that_does_not_come_back_is_a_verdict():
-    verdict = MODEL_STATES.check(never_ends_in_c, devices, timeout=1)
+    verdict = MODEL_STATES.check(lambda *asked: max(itertools.count()), devices, timeout=1)
     said = "no rank makes progress any more: rank 0 is at line "
     assert not verdict and said in verdict.said, repr(verdict)
-
-
-class Speechless(RuntimeError):
-    """An error that has no text, that equals nothing, and that has no repr."""
-
-    def __str__(self):
-        raise KeyError
-
-    __repr__ = __str__
-
-    def __eq__(self, other):
-        raise KeyError
 
 
 @pytest.mark.parametrize("raised, said", [
@@ -274,20 +265,17 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
         assert read(text) == f"import math\n{shown}\n\n\ncheck(my_schedule)"
 
 
-@pytest.mark.parametrize(
-    "text, line",
-    [
-        ("### BEGIN SOLUTION\nx = 1", 1),
-        ("x = 1\n### END SOLUTION", 2),
-        ("### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION", 2),
-        ("### BEGIN SOLUTION\n### STUB: x\nx = 1\n### END SOLUTION\n\n### END SOLUTION", 6),
-        ("### STUB: x", 1),
-        ("# BEGIN SOLUTION\n# END SOLUTION", 1),
-        ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", 1),
-        ("### answer: summa", 1),
-        ("### BEGIN SOLUTION\n### STUB: y\n### Stub: x\n### END SOLUTION", 3),
-    ],
-)
+@pytest.mark.parametrize("text, line", [
+    ("### BEGIN SOLUTION\nx = 1", 1),
+    ("x = 1\n### END SOLUTION", 2),
+    ("### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION", 2),
+    ("### BEGIN SOLUTION\n### STUB: x\nx = 1\n### END SOLUTION\n\n### END SOLUTION", 6),
+    ("### STUB: x", 1),
+    ("# BEGIN SOLUTION\n# END SOLUTION", 1),
+    ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", 1),
+    ("### answer: summa", 1),
+    ("### BEGIN SOLUTION\n### STUB: y\n### Stub: x\n### END SOLUTION", 3),
+])  # fmt: skip
 def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, line):
     said = rf"line {line}, '#.*a marker that is misplaced or misspelled; legal: "
     for read in (marks.student, marks.solution):

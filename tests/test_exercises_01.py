@@ -1,13 +1,16 @@
-"""Lab 01: a ring all-reduce, and one on two levels of links, in plain torch.distributed."""
+"""Lab 01: a ring all-reduce, one on two levels of links, half a ring; what never ends is ended."""
+
+import re
 
 import torch.distributed as dist
 
 import paralab as pl
 from judged import Table, altered
+from paralab.exercises import attempts
+from paralab.launch import launch_program
+from refusals import refuses
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
-
-
 ring = altered("ring_all_reduce")
 CHUNKS, LEAVING = "chunks = tensor.tensor_split(n)", "chunks[(rank - step) % n]"
 FIRST = f"exchange({LEAVING}, partial)"
@@ -70,9 +73,6 @@ SCATTER, GATHER = (
 )
 MIDDLE, PART = "dist.all_reduce(part, group=across)", "part = tensor.new_empty(tensor.numel() // k)"
 
-
-ALL_GROUPS = """groups = [dist.new_group(ranks) for ranks in rows]  # every rank makes all of them
-        return next(group for group, ranks in zip(groups, rows, strict=True) if rank in ranks)"""
 TWO_LEVELS = [
     (levels((SCATTER, "dist.all_reduce(tensor)"), (MIDDLE, "pass"), (GATHER, "pass")),
      {"bytes between nodes", "bytes inside nodes"},
@@ -97,8 +97,6 @@ TWO_LEVELS = [
      "2 nodes of 2: rank 0, element 0: "),
     (levels((SCATTER, f"kept = tensor.repeat(2)\n    {SCATTER}")), {"extra memory"},
      "required: at most 72,000; the tensor has 48,000"),
-    (levels((ALL_GROUPS, "return next(dist.new_group(ranks) for ranks in rows if rank in ranks)")),
-     {"result"}, "2 nodes of 2: rank 2 makes the group [2, 3] where rank 0 makes the group [0, "),
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
@@ -113,3 +111,99 @@ RIGHT_LEVELS = [
 ]  # fmt: skip
 ALL_LEVELS = Table(LEVELS, TWO_LEVELS, RIGHT_LEVELS, most=3)
 test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels = ALL_LEVELS.tests()
+
+
+# ---- half a ring, with paralab's groups ----------------------------------------------------------
+def test_a_plan_takes_no_class_for_the_gradients_sum_and_says_what_it_takes_instead():
+    said = r"grad_sync=.*; legal: .*'overlapped' \| None.*passes=\(f,\)"
+    refuses(said, pl.Plan, dp=2, grad_sync=Table)
+
+
+half = altered("all_gather_half")
+BEGIN = "    n, r = group.size, group.index"
+EXCHANGE = 'group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()'
+POST = EXCHANGE.removesuffix(".wait()")
+
+
+def instead(change: str):
+    """The answer with another exchange in its loop."""
+    return half((EXCHANGE, change))
+
+
+def begins(*lines: str):
+    """The answer with these lines before its first one."""
+    return half((BEGIN, "\n".join(["    " + line for line in lines] + [BEGIN])))
+
+
+HALF_FIRST = instead("group.send(leaving, to=right).wait()\n"
+                      "        group.recv(arriving, source=left).wait()")  # fmt: skip
+WAITS_FOR_NOBODY = begins("if not group.index: return  # never takes part")
+COPIED = instead(f"kept, arriving = arriving, arriving.clone()\n        {EXCHANGE}\n"
+                 "        kept.copy_(arriving)")  # fmt: skip
+HALVES = [  # answer, limits it breaks, words of the verdict
+    (instead("other = tensor.clone()\n        "
+             'group.exchange([("send", tensor, right), ("recv", other, left)]).wait()\n'
+             "        arriving.copy_(other.chunk(n)[(r - step) % n])"),
+     {"bytes per rank", "extra memory", "simulated time"}, "40,000 bytes"),
+    (half(("(r - 1)", "(r - 1 - n // 4)"), ("group.ranks[(r + 1)", "group.ranks[(r + 1 + n // 4)")),
+     {"calls"}, "n=4: rank 0 sends to rank 2, which is not its neighbour on the ring"),
+    (half(("range(n - 1)", "range(max(n - 2, 1))")), {"result"}, "n=3: rank 0, chunk 2"),
+    (instead("for out, into in zip(leaving.chunk(4), arriving.chunk(4)):\n            "
+             'group.exchange([("send", out, right), ("recv", into, left)]).wait()'),
+     {"simulated time"},
+     ("simulated time (n=2): 96.0 µs, required: at most 36.0 µs: rank 0 sends 4 messages, "
+      "required: 1")),
+    (instead(f"mine, arriving = arriving, arriving.clone()\n        {EXCHANGE}\n"
+             "        mine += arriving"), {"result"},
+     "; what is received is added to what was there"),
+    (HALF_FIRST, {"result"}, "each waits forever until the other receives: post both"),
+    (WAITS_FOR_NOBODY, {"result"}, ("no rank makes progress any more: rank 0 has "
+     "returned its result; rank 1 is in")),
+    # right by luck
+    (instead(f"leaving = leaving.clone()\n        sent = {POST}\n        leaving.zero_()\n"
+             "        sent.wait()"),
+     {"result"}, "of send #0 to rank 1 was changed before it was waited for"),
+    # around the ledger: by torch.distributed with a decoy, as the program's own call; by heart
+    (begins("import torch.distributed as dist", "chunks = tensor.chunk(group.size)",
+            "[dist.broadcast(chunks[i - 1], (i - 2) % group.size) for i in range(group.size)]",
+            "tensor = tensor.clone()"),
+     {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
+    (begins("n, gathered = group.size, tensor.new_empty(tensor.shape)",
+            "own = tensor.chunk(n)[(group.index + 1) % n].clone()",
+            "group.all_gather(gathered, own, phase='control').wait()",
+            "tensor.copy_(gathered.roll(gathered.numel() // n))", "return"),
+     {"calls", "extra memory"}, "calls group.all_gather"),
+    (instead(f"{EXCHANGE}\n    tensor.copy_(tensor.new_ones(len(tensor)).cumsum(0) - 1)"),
+     {"result"}, "n=2: rank 0, chunk 0, element 0: 0, required: "),
+    # against the checker
+    (instead(f"{EXCHANGE}\n    tensor.resize_(10)"),
+     {"result"}, "n=2: rank 0: the tensor has shape (10,) now"),
+    (begins("raise SystemExit(3)"), {"result"}, "n=2: rank 0 called sys.exit(3)"),
+    (begins("raise GeneratorExit"), {"result"}, "n=2: rank 0 raised GeneratorExit"),
+]  # fmt: skip
+ALONE = (WAITS_FOR_NOBODY, HALF_FIRST)
+ALL_HALVES = Table(pl.exercises.all_gather_half, HALVES, [COPIED], alone=ALONE, most=3)
+test_a_wrong_half_is_refused, test_a_right_half_passes, test_the_stub_of_a_half = ALL_HALVES.tests()
+
+
+def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
+    monkeypatch.setattr(attempts, "WHOLE", 2)  # is waited for in full
+    shows_life = "while True: print('still here', flush=True); time.sleep(0.05)"
+    verdict = pl.exercises.all_gather_half.check(begins("import time", shows_life), timeout=1)
+    assert "n=2: it has not ended within 2 s, the time that a check may take" in repr(verdict)
+    assert "it printed" not in repr(verdict)  # a few lines, all of which are shown
+
+
+def test_an_answer_that_prints_megabytes_is_told_so_and_does_not_fill_the_notebook(
+    monkeypatch, capsys
+):
+    launch_program(str, 2, (), device="cpu")  # torch is loaded now, for which 2 s may not be enough
+    monkeypatch.setattr(attempts, "WHOLE", 2)
+    verdict = pl.exercises.all_gather_half.check(
+        begins("while True: print('still here' * 10)"), timeout=1
+    )
+    assert re.search(
+        r"within 2 s, the time that a check may take; it printed \d[\d,]*\.\d MB", repr(verdict)
+    )
+    shown = capsys.readouterr().out
+    assert shown.count("bytes left out") == 2 and len(shown) < 2 * 2 * attempts.KEPT + 1000

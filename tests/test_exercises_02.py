@@ -1,16 +1,17 @@
-"""Lab 02: averaged gradients and DDP of one's own. The pass is in test_exercise_sync_pass.py."""
+"""Lab 02: averaged gradients, DDP of one's own, and its sums as a pass over a program."""
+
+import os
 
 import pytest
 
 import paralab as pl
-from judged import Table, altered
-from paralab.exercises import ddp
+from judged import Table, altered, missed
+from paralab.exercises import ddp, one_process
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
+from paralab.programs import all_gather, all_reduce, completed, gradients, insert, reduce_scatter
 
 AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
-
-
 mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 GATHERED = (
@@ -42,24 +43,14 @@ N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
 MEAN, BUCKET = f"flat /= {N}", "= module, bucket_bytes"
 REST = "        if self.bucket:\n            self.send()\n"
 LOUD = "            self.quiet = False\n"
-WAITED = "        for flat, parameters, work in self.in_flight:\n            work.wait()\n"
 PER_PARAMETER, ONE_BUCKET = own((BUCKET, "= module, 1")), own((BUCKET, "= module, 2**40"))
-
-
-def afterwards(order=""):
-    """Buckets are sent when backward is over; all of them in this order, as a slice."""
-    all_of_them = f"filter(None, [*self.closed, self.bucket]{order})"
-    return own(
-        ("= [], []", "= [], []\n        self.closed = []"),
-        ("self.bucket_bytes:\n            self.send()",
-         "self.bucket_bytes:\n            self.closed.append(self.bucket)\n"
-         "            self.bucket = []"),
-        (REST, f"        for self.bucket in {all_of_them}:\n            self.send()\n"
-         "        self.closed = []\n"),
-    )  # fmt: skip
-
-
-OTHER_ORDER = afterwards("[:: -1 if dist.get_rank() else 1]")  # on every rank
+AFTERWARDS = own(  # buckets are sent when backward is over
+    ("= [], []", "= [], []\n        self.closed = []"),
+    ("self.bucket_bytes:\n            self.send()", "self.bucket_bytes:\n"
+     "            self.closed.append(self.bucket)\n            self.bucket = []"),
+    (REST, "        for self.bucket in filter(None, [*self.closed, self.bucket]):\n"
+     "            self.send()\n        self.closed = []\n"),
+)  # fmt: skip
 DDPS = [
     (own((REST, f"        self.count = getattr(self, 'count', 0) + 1\n{REST}"),
          (MEAN, f"{MEAN} / (2 if self.count > 2 else 1)")), {"gradients"},
@@ -73,8 +64,6 @@ DDPS = [
      "rank 0 sends 410,112 bytes in a step, 205,056 of them within no_sync(), required: "),
     (own(("in parameters]", "in parameters[::-1]]"), ("zip(parameters,", "zip(parameters[::-1],")),
      {"gradients"}, "; from there on it has elements of another place, in blocks.0.norm1.weight"),
-    (own((WAITED, f"        self.in_flight[-1][2].wait()\n{WAITED.splitlines()[0]}\n")),
-     {"gradients"}, "rank 0 never waits for all_reduce #"),
     (own(("= part.view_as(parameter)", "= parameter.grad if dist.get_rank() else "
           "part.view_as(parameter)")), {"gradients"},
      "gradients: rank 1: embedding.token.weight"),
@@ -83,18 +72,17 @@ DDPS = [
      "one message has 136,704 bytes, required: at most 81,920, which is bucket_bytes and"),
     (own((BUCKET, "= module, bucket_bytes // 4")), {"bytes per rank"},
      "a message that is not the last has "),
-    (afterwards(), {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
+    (AFTERWARDS, {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
     (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
     (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),
      {"extra memory"}, "bytes in addition to the gradients, required: at most"),
-    (OTHER_ORDER, {"gradients"}, "make the same calls in the same order"),
     (own(("def finish(", "def over(")), {"gradients"}, "no method finish"),
     (own(("module: nn.Module, bucket_bytes: int", "module: nn.Module"), (BUCKET, "= module, 9**6")),
      {"gradients"}, "yours cannot be called in this way: got an unexpected keyword"),
 ]  # fmt: skip
 RIGHT_DDP = own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", ""))
 MEAN = Table(AVERAGE, MEANS)
-TABLE = Table(DDP, DDPS, [RIGHT_DDP], alone=[OTHER_ORDER], most=5)  # two of these are references
+TABLE = Table(DDP, DDPS, [RIGHT_DDP], most=5)  # two of these are references
 test_a_wrong_mean_is_refused, test_a_right_mean_passes, test_the_stub_of_a_mean = MEAN.tests()
 test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = TABLE.tests()
 
@@ -115,3 +103,90 @@ def test_simulated_time_is_the_order_and_the_stated_costs_and_nothing_of_the_clo
             second += link.seconds(1.5 * (payloads[1] + payloads[2]))
             expected = max(second, ddp.BACKWARD_S) + link.seconds(1.5 * payloads[0])
         assert got == pytest.approx(expected, rel=1e-9), form
+
+
+# ---- a pass --------------------------------------------------------------------------------------
+SYNC_PASS = pl.exercises.sync_pass
+PROGRAM, GRADIENTS, WEIGHTS, SENT, STEP_TIME = SYNC_PASS.required
+
+
+def each(program, *calls):
+    """The program with these calls for every unit, where its gradient is complete."""
+    ends = completed(program.code).items()
+    sums = {at: [call(unit) for unit in units for call in calls] for at, units in ends}
+    return program.replace(insert(program.code, sums))
+
+
+def all_sums(program):
+    return map(all_reduce, gradients(program.code))
+
+
+def behind_backward(program, calls):
+    return program.replace(insert(program.code, {max(completed(program.code)): calls}))
+
+
+def by_unit(program):
+    """A right answer by other means: the list is walked once."""
+    ends, code = completed(program.code), []
+    for position, ins in enumerate(program.code):
+        code += [ins, *(all_reduce(unit) for unit in ends.get(position, ()))]
+    return program.replace(code)
+
+
+def sums_each_microbatch(program):
+    ends = completed(program.code, per_microbatch=True).items()
+    sums = {position: map(all_reduce, units) for position, units in ends}
+    return program.replace(insert(program.code, sums))
+
+
+def for_one_plan(program):
+    """Positions as the learner has read them off the printed list."""
+    read = {37: [0], 39: [1], 40: [2], 42: [3], 44: [4], 45: [5], 47: [6]}
+    sums = {position: map(all_reduce, units) for position, units in read.items()}
+    return program.replace(insert(program.code, sums))
+
+
+class FailsOnRanks:
+    """Right in the process that made it."""
+
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __call__(self, program):
+        if os.getpid() != self.home:
+            raise KeyError("bucket 7")
+        return by_unit(program)
+
+
+WRONG_PASSES = [  # answer, limits it misses, words of the verdict
+    # What any wrong pass is told: test_own_pass.py, test_checks.py.
+    (lambda program: program, {PROGRAM}, "head.norm.bias and 5 more (bucket 0) is never"),
+    (lambda program: by_unit(by_unit(program)), {PROGRAM}, "is summed over 'dp' already"),
+    (sums_each_microbatch, {PROGRAM}, "adds to the gradient of head.norm.bias"),
+    (lambda program: by_unit(program).code, {PROGRAM}, "it returned a list"),
+    (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=1024: "),
+    (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
+    (lambda program: behind_backward(program, all_sums(program)), {STEP_TIME},
+     "42.3 ms, required: at most 37 ms: 7 of 7 calls begin when"),
+    (lambda program: each(program, reduce_scatter, all_gather), {STEP_TIME},
+     "39.7 ms, required: at most 37 ms: the rank is idle at "),
+    (lambda program: each(program, reduce_scatter, all_gather, all_gather), {SENT, STEP_TIME},
+     "rank 0 sends 7,5"),
+]  # fmt: skip
+PASSES = Table(SYNC_PASS, WRONG_PASSES, [by_unit], exact=True)
+test_a_wrong_pass_is_refused, test_a_right_pass_passes, test_the_stub_of_a_pass = PASSES.tests()
+
+
+def test_what_ranks_train_is_held_against_one_process(monkeypatch):
+    right = one_process.of_one_process
+
+    def other(model, **batch):
+        return [one._replace(gradients={n: 2 * g for n, g in one.gradients.items()},
+                             weights={n: 4 * w for n, w in one.weights.items()})
+                for one in right(model, **batch)]  # fmt: skip
+
+    monkeypatch.setattr(one_process, "of_one_process", other)
+    verdict = SYNC_PASS.check(by_unit)
+    assert missed(verdict) == {GRADIENTS, WEIGHTS}
+    for times in (0.5, 0.25):
+        assert f"it is {times} times what is required" in verdict.table.to_string()

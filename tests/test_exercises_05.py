@@ -1,4 +1,4 @@
-"""Lab 05: ZeRO-3 of one's own, and its prefetch. ZeRO-1 is in test_exercises_zero.py."""
+"""Lab 05: one step of ZeRO-1, ZeRO-3, and its prefetch."""
 
 import pandas as pd
 import pytest
@@ -7,9 +7,58 @@ import paralab as pl
 from judged import Table, altered
 from paralab.exercises import prefetch
 
+# ---- ZeRO-1 --------------------------------------------------------------------------------------
+ZERO1 = pl.exercises.zero_step
+zero1 = altered("zero_step")
+SHARE = "dist.reduce_scatter_tensor(own_gradient, self.padded(gradient))"
+FILL, SLICE = "dist.all_gather_into_tensor(full, own)", "full.chunk(self.ranks)[self.rank]"
+COPY = "self.parameters.copy_(full[: self.parameters.numel()])"
+VELOCITY = "self.velocity = parameters.new_zeros(self.part)"
+PART = "parameters.numel() // self.ranks"
+FULL = "full = self.padded(gradient)\n        "
+WRONG_STEPS = [  # answer, limits it breaks, words of the verdict
+    (zero1((SHARE, f"{FULL}dist.all_reduce(full)\n        own_gradient = {SLICE}")),
+     {"bytes per rank"}, "N=2: rank 0 sends 300,012 bytes in a step, required: "
+     "200,008 (yours is 1.5 times that)"),
+    (zero1((VELOCITY, "self.all = parameters.new_zeros(self.ranks * self.part)\n"
+            "        self.velocity = self.all.chunk(self.ranks)[self.rank]")),
+     {"kept between steps"},
+     "N=2: rank 0 keeps 200,008 bytes between steps, required: at most 101,004"),
+    (zero1((FILL, "pass")), {"parameters", "bytes per rank"},
+     "it is as it was before"),
+    (zero1(("(own_gradient)\n        full", "(own_gradient / self.ranks)\n        full")),
+     {"parameters"}, "; the gradient is divided by N, and it is already"),
+    (zero1((SHARE, f"own_gradient = {SLICE.replace('full', 'self.padded(gradient)')}")),
+     {"parameters", "bytes per rank"}, ("required: 200,008 (yours is 0.5 times that)",
+      "; each part is updated with the gradient of its own rank alone")),
+    (zero1(("self.velocity.mul_(self.momentum)", "self.velocity.zero_()")), {"parameters"},
+     "; the term -lr * momentum * v is missing"),
+    (zero1((f"-(-{PART})", PART), (COPY, "self.parameters[: full.numel()] = full")),
+     {"parameters", "bytes per rank"}, ("N=3: rank 0: step 1, element 50,001: ",
+      "; in 1 of 50,002 elements it is as it was before")),
+    (zero1((SHARE, f"copies = [gradient.clone() for _ in range(1 + self.ranks)]\n"
+            f"        {SHARE}")), {"extra memory"},
+     ("in a step in addition to what it keeps, required: at most 900,036; a copy of Ψ has ",
+      "200,008, and what pad or cat makes counts until it is freed")),
+    # around the ledger, for one size
+    (zero1(("= parameters, lr, momentum", "= parameters, 0.1, 0.9")), {"parameters"},
+     "N=3: rank 0: step 1, element 0: "),
+    (zero1((COPY, f"{COPY}\n        self.parameters.resize_(10)")), {"parameters"},
+     "the parameters have shape (10,) now"),
+]  # fmt: skip
+RIGHT_STEPS = [
+    zero1((SHARE, f"{FULL}every = torch.empty_like(full)\n"
+           "        dist.all_to_all_single(every, full)\n"
+           "        own_gradient = every.view(self.ranks, -1).sum(0)")),
+    # the call's Work holds what gloo works on
+    zero1((SHARE, f"self.work = {SHARE[:-1]}, async_op=True)\n        self.work.wait()")),
+]  # fmt: skip
+ZEROS = Table(ZERO1, WRONG_STEPS, RIGHT_STEPS)
+test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step = ZEROS.tests()
+
+
+# ---- ZeRO-3 --------------------------------------------------------------------------------------
 ZERO3 = pl.exercises.my_zero3
-
-
 zero3 = altered("my_zero3")
 REDUCE, MEAN = "dist.reduce_scatter_tensor(own, flat)", "own / self.ranks"
 GATHER = "dist.all_gather_into_tensor(flat, self.shards[i])"
@@ -55,8 +104,6 @@ test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.
 
 # ---- prefetch ------------------------------------------------------------------------------------
 AHEAD = pl.exercises.my_prefetch
-
-
 ahead = altered("my_prefetch")
 WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
 USED = "        self.free(i)\n        output.register_hook(lambda _: self.gather_unit(i, following"
@@ -68,8 +115,6 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead((BACK, "following=1))")), {"weights"}, "was changed before it was waited for"),
     (ahead((FOLLOWS, f"{FOLLOWS}        self.post(i + 2 * following)\n")), {"gathers"},
      "2 units are gathered ahead when unit 1 begins its forward"),
-    (ahead((WAIT, "self.flying.pop(i)")), {"weights"},
-     "timed units: rank 0 never waits for all_gather #0"),
     (ahead((WAIT, f"[{WAIT} for _ in range(following < 0)]"), (USED, f"        {WAIT}\n{USED}")),
      {"weights"}, "a unit has computed before its parameters arrived"),
     (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass")), {"weights"},

@@ -2,19 +2,16 @@
 
 import numpy as np
 import pytest
-import torch
 
 import paralab as pl
 from judged import Table, altered
-from paralab.exercises import diagnose, pairs, tensor, vocab_loss
+from paralab.exercises import diagnose, pairs, tensor
 from paralab.exercises.tries import Outcome
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
 EXERCISE = pl.exercises.ALL
 FORWARD, BACKWARD, WEIGHTS = "bytes, forward", "bytes, backward", "weights per rank"
 OWN_TERM = "; it is the rank's own term of the sum, to which no other was added"
-
-
 mlp = altered("tensor_mlp")
 attention = altered("tensor_attention")
 pair = altered("f_and_g")
@@ -262,30 +259,6 @@ def test_a_factor_that_is_a_divisor_for_other_ranks_is_a_fraction():
 
 
 @pytest.mark.parametrize("kind", pairs.PAIRS)
-def test_the_whole_layer_is_what_autograd_makes_of_the_reference_gpt_s(kind):
-    """The checker's own reference against torch."""
-    spec = pl.ModelSpec(layers=1, hidden=pairs.HIDDEN, heads=pairs.HEADS, seq_len=pairs.SEQ)
-    whole = getattr(pl.reference.GPT(spec).blocks[0], kind).double()
-    if kind == "mlp":
-        whole.up, whole.down = (
-            torch.nn.Linear(*sizes).double() for sizes in ((48, 240), (240, 48))
-        )
-    given = {n: torch.from_numpy(v).double() for n, v in pairs.drawn(pairs.PAIRS[kind], 7).items()}
-    x = given["x"].requires_grad_()
-    with torch.no_grad():
-        for name, parameter in whole.named_parameters():
-            parameter.copy_(given[name])
-    z = whole(x)
-    z.backward(given["grad"])
-    found = {"z": z.detach(), "later": whole(x[:, pairs.LATER :]).detach(), "x": x.grad}
-    found |= {n: p.grad for n, p in whole.named_parameters()}
-    right = pairs.of_one_device(pairs.PAIRS[kind], 7)
-    assert found.keys() == right.keys()
-    for name, value in found.items():
-        np.testing.assert_allclose(right[name], value.numpy(), atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", pairs.PAIRS)
 @pytest.mark.parametrize("t", (2, 3, 4))
 def test_the_terms_of_all_ranks_are_the_sum(kind, t):
     pair = pairs.PAIRS[kind]
@@ -293,13 +266,3 @@ def test_the_terms_of_all_ranks_are_the_sum(kind, t):
     for name in ("z", "x"):
         terms = [term for _, term in pairs.named_terms(pair, 7, t, name)]
         np.testing.assert_allclose(sum(terms), right[name], atol=1e-10)
-
-
-def test_the_whole_loss_is_torch_s():
-    logits, targets = vocab_loss.drawn(7)
-    z = torch.from_numpy(logits).double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(z, torch.from_numpy(targets))
-    loss.backward()
-    right = vocab_loss.of_one_device(logits, targets)
-    np.testing.assert_allclose(right[0], [loss.item()], atol=1e-10)
-    np.testing.assert_allclose(right[1], z.grad.numpy(), atol=1e-12)

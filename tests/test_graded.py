@@ -1,7 +1,5 @@
 """`paralab check`: answers are taken out of a notebook and judged by the package's own checkers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -85,21 +83,8 @@ def test_what_an_answer_needs_is_taken_from_any_cell_and_nothing_else_is_run(tmp
     assert judged(path)["points"] == 1 and not (tmp_path / "ran").exists()
 
 
-def test_an_answer_has_what_loops_fill_and_ifs_define_and_no_later_namesake(tmp_path):
-    helped = ANSWER.replace("math.ceil(", "up(")
-    path = notebook(
-        tmp_path,
-        "import math\nimport paralab as pl\ntable = {}\nfor key in ['step']:\n    table[key] = 1",
-        "if True:\n    def up(x):\n        return math.ceil(x) * table['step']",
-        f"{helped}\n\npl.exercises.model_states.check(model_states, devices_needed)",
-        "def up(a, b):\n    return a",
-    )
-    assert is_right(path)
-
-
 PLAIN = ANSWER.replace("import math\n", "")
 ADDS = "def add_to(one):\n    return lambda f: setattr(one, f.__name__, f)"
-
 
 OVER = (
     "import math\ndef up(x):\n    left = (\n        x\n        % 1\n    )\n    return math.ceil(x)"
@@ -124,9 +109,12 @@ SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math
         [SHELL, "ceil"],
         ["import math\nif True:\n    %matplotlib inline\n    up = math.ceil", "up"],
         ["%%time\nfrom math import ceil", "ceil"],
+        ["import math\nups = {}\nfor key in ['up']:\n    ups[key] = math.ceil",
+         "if True:\n    def up(x):\n        return ups['up'](x)", "up"],
     ],
     ids=["append", "update", "in place", "setattr", "decorator", "star",
-         "fails in the notebook too", "future", "an operator", "shell", "within if", "cell magic"],
+         "fails in the notebook too", "future", "an operator", "shell", "within if", "cell magic",
+         "loop and if"],
 )  # fmt: skip
 def test_what_an_answer_needs_is_run_however_cells_define_it(tmp_path, cells):
     """An operator is no magic, and what changes a value is run although it assigns nothing."""
@@ -144,7 +132,7 @@ def test_what_an_answer_needs_is_run_however_cells_define_it(tmp_path, cells):
 )
 def test_the_last_check_is_found_by_its_call(tmp_path, check):
     first = "import paralab as pl\npl.exercises.model_states.check(model_states, devices_needed)"
-    again = "# pl.exercises.model_states.check(model_states)\ndef model_states(*_): return 1"
+    again = "def model_states(*_): return 1\n# pl.exercises.model_states.check(model_states)"
     path = notebook(tmp_path, pl.exercises.model_states.stub, first, ANSWER, check, again)
     assert is_right(path)
 
@@ -231,14 +219,9 @@ def test_nothing_is_run_for_an_answer_of_the_solutions(path):
         assert not broken and not re.search(WORK, source), exercise.name
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("{}", "it is not a notebook"),
-        ("[" * 200_000, "it is not a"),
-        (None, "No such file"),
-    ],
-)
+@pytest.mark.parametrize("text, words", [
+    ("{}", "it is not a notebook"), ("[" * 200_000, "it is not a"), (None, "No such file"),
+])  # fmt: skip
 def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys, text, words):
     path = tmp_path / "05_zero.ipynb"
     if text is not None:
@@ -246,15 +229,10 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys, text, words):
     assert words in shell_refuses(capsys, "check", str(path))
 
 
-@pytest.mark.parametrize(
-    "name, titles",
-    [
-        ("01_alice.ipynb", ["# 00 · Why"]),
-        ("alice.ipynb", ["# Alice", "# 00 · Why"]),
-        ("alice.ipynb", ["# Alice\n\n# 00 · Why"]),
-        ("00_one_device.ipynb", ["# Alice"]),
-    ],
-)
+@pytest.mark.parametrize("name, titles", [
+    ("01_alice.ipynb", ["# 00 · Why"]), ("alice.ipynb", ["# Alice", "# 00 · Why"]),
+    ("alice.ipynb", ["# Alice\n\n# 00 · Why"]), ("00_one_device.ipynb", ["# Alice"]),
+])  # fmt: skip
 def test_the_title_says_which_lab_it_is_and_else_the_name(tmp_path, name, titles):
     assert read(notebook(tmp_path, *titles, ANSWER, name=name)).lab == "00"
 

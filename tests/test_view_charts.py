@@ -1,7 +1,5 @@
 """Promises of the charts: numbers behind each, one line of text, light and dark, the finding."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -319,8 +317,7 @@ def test_timelines_put_several_reports_on_one_time_scale():
     two = forms()
     chart = view.timelines(*two.values(), step=2)
     assert list(chart.table["report"].unique()) == ["bucketed", "overlapped"]
-    drawn = sorted((base, round(base + x, 5)) for bar in chart.data
-                   for base, x in zip(bar.base, bar.x, strict=True))  # fmt: skip
+    drawn = sorted((1e3 * box["start"], 1e3 * box["end"]) for box in synthetic.boxes(chart))
     expected, lasted = [], []
     for report in two.values():
         steps, spans = (t[t["step"] == 2] for t in (report.steps, report.spans))
@@ -719,12 +716,14 @@ ONE = synthetic.report(2)
 
 @pytest.mark.parametrize(("says", "draw"), [
     ("nothing to draw", lambda: view.timelines()),
-    ("reports=3: not a report", lambda: view.timelines(ONE, 3)),
+    ("reports=3: not a report; legal: what pl.run", lambda: view.timelines(ONE, 3)),
     ("the number of reports is 2", lambda: view.timelines(ONE, ONE, labels=["a"])),
     ("labels='ab': not a list", lambda: view.timelines(ONE, ONE, labels="ab")),
-    ("step=9.*legal: 0", lambda: view.timelines(ONE, step=9)),
-    ("ranks=5", lambda: view.timelines(ONE, ranks=[5])),
-    ("ranks=0: not a list of ranks", lambda: view.timelines(ONE, ranks=0)),
+    (r"step=9.*legal: 0 \| 1 \| 2 \| 3", lambda: view.timelines(ONE, step=9)),
+    (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=[5])),
+    ("no steps", lambda: Report(clock="predicted", model=ONE.model, plan=Plan()).timeline()),
+    ("ranks=0: not a list of ranks; legal: 0, 1", lambda: view.timelines(ONE, ranks=0)),
+    (r"ranks=\[\]: not a list of ranks", lambda: view.timelines(ONE, ranks=[])),
     ("op='bcast'.*legal: 'all_reduce'", lambda: view.link_fit(points(), op="bcast")),
     ("a line needs two", lambda: view.link_fit(points()[:1])),
     ("seconds=0: out of range", lambda: view.link_fit([r | {"seconds": 0} for r in points()])),
@@ -744,9 +743,6 @@ ONE = synthetic.report(2)
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
     ("nothing to draw", lambda: view.scaling([])),
-    ("report=None: not a report; legal: what pl.run", lambda: view.stage_time(None)),
-    ("model=None: not a model description; legal: a pl.Model", lambda: view.zero_shards(None)),
-    ("simulation=3: not a simulation; legal: what theory.", lambda: view.simulated_timeline(3)),
     ("seconds of='f': unknown choice; legal: 'f", lambda: view.schedules({"a": [["F0"]]}, f=1)),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):

@@ -1,7 +1,5 @@
 """Promises of the memory charts: every byte, the peak named, one scale, a prediction no lie."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pandas as pd
@@ -16,10 +14,7 @@ from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS
 from paralab.view.page import page
 from refusals import refuses
-
-CLUSTER = pl.Cluster(
-    flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=pl.Link(alpha=1e-4, bandwidth=1e9)
-)
+from widgets import CLUSTER, bars
 
 
 def sampled(dp: int = 2, *, stage: int = 0, within: int = 4, **settings) -> Report:
@@ -291,7 +286,7 @@ def test_the_page_has_the_memory_where_there_is_some(two):
 def test_bars_are_each_runs_peak_of_its_fullest_rank():
     runs = stages()
     chart, peaks = view.memory_bars(runs), {name: run.peak_memory for name, run in runs.items()}
-    assert chart.table.groupby("bar", sort=False)["bytes"].sum().to_dict() == peaks
+    assert bars(chart) == peaks
     assert "clock" not in chart.below and "highest peak" in chart.below
     share, most = theme.percent(peaks["ZeRO-3"] / peaks["plain"]), theme.scaled(peaks["plain"], "B")
     assert chart.finding.endswith(f", {share} of the {most} of “plain”")

@@ -1,7 +1,5 @@
 """Promises of the pictures of offload: every copy drawn and counted, by what it moves and where."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from itertools import product
@@ -84,18 +82,6 @@ def labels(chart) -> list[str]:
     return list(chart.layout.yaxis.ticktext)
 
 
-def bars(chart) -> list[dict]:
-    """Every box of a timeline: which trace, which row, when, what it says."""
-    axis = chart.layout.yaxis
-    rows = dict(zip(axis.ticktext, axis.tickvals, strict=True))
-    return [
-        {"name": t.name, "row": min(rows, key=lambda r: abs(rows[r] - y)), "start": base / 1e3,
-         "end": (base + x) / 1e3, "colour": t.marker.color, "said": said, "y": y, "height": w}
-        for t in chart.data for base, x, y, w, said in
-        zip(t.base, t.x, t.y, t.width, t.hovertext, strict=True)
-    ]  # fmt: skip
-
-
 # ---- numbers -------------------------------------------------------------------------------------
 def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
     found = amounts.copied(two)
@@ -163,7 +149,7 @@ def test_links_stand_below_compute_and_messages_in_words_and_only_where_there_is
 
 def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
     chart = one.timeline(step=1)
-    drawn = bars(chart)
+    drawn = synthetic.boxes(chart)
     assert len(drawn) == len(WORK) + len(COPIES)
     legend = [trace.name for trace in chart.data if trace.showlegend]
     assert sorted(legend) == sorted({trace.name for trace in chart.data})
@@ -188,7 +174,7 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
 
 
 def test_the_hosts_processor_adds_and_updates_on_its_own_row(one):
-    mine = [b for b in bars(one.timeline()) if b["row"] == "host's CPU"]
+    mine = [b for b in synthetic.boxes(one.timeline()) if b["row"] == "host's CPU"]
     assert {b["name"]: pytest.approx(b["start"]) for b in mine} == {
         "optimizer": 0.88, "adding, rounding": 0.6
     }  # fmt: skip
@@ -220,9 +206,9 @@ def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
 def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():
     late = made(copies=[("h2d", "copy", "parameters", 10, 0.9, 1.1)])
     chart = late.timeline(step=1)
-    starts = [b["start"] for b in bars(chart) if b["row"] == "host to device"]
+    starts = [b["start"] for b in synthetic.boxes(chart) if b["row"] == "host to device"]
     assert starts == pytest.approx([-0.1, 0.9])
-    assert sum(", of step 0" in b["said"] for b in bars(chart)) == 1
+    assert sum(", of step 0" in b["said"] for b in synthetic.boxes(chart)) == 1
     assert f"{len(WORK) + 1} boxes" in repr(chart)  # a notebook compares it: the same in every run
 
 

@@ -1,31 +1,30 @@
-"""What every stage needs and what every link carries: the bars are the report's own numbers."""
-
-from __future__ import annotations
+"""What every stage needs, and what it does with its step; what every link carries. The bars are the
+report's own numbers, and no second is lost.
+"""
 
 import dataclasses
+from collections import Counter
+from functools import cache
+from itertools import product
 
+import numpy as np
 import pytest
 
 import paralab as pl
-from paralab.view import stage_memory, theme
+from paralab.view import stage_memory, stage_stretches, stage_time, theme
 from paralab.view.memory_chart import fits
 from refusals import refuses
+from widgets import DEEP, LINK, TINY, bars
 
-LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
 CLUSTER = pl.Cluster(
     name="small", nodes=4, devices_per_node=2, flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5,
     memory=10**6, intra=LINK, inter=LINK.replace(bandwidth=1e8), host=LINK.replace(bandwidth=5e8),
     disk=LINK.replace(bandwidth=2e8), host_bandwidth=1e9,
 )  # fmt: skip
-MODEL = pl.ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
 
 
 def predicted(layers=4, **plan) -> pl.Report:
-    return pl.predict(MODEL.replace(layers=layers), pl.Plan(**plan), CLUSTER, steps=1)
-
-
-def bars(chart) -> dict[str, float]:
-    return chart.table.groupby("bar", sort=False)["bytes"].sum().to_dict()
+    return pl.predict(TINY.replace(layers=layers), pl.Plan(**plan), CLUSTER, steps=1)
 
 
 def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
@@ -66,7 +65,9 @@ def test_links_carry_what_ranks_send_and_take_bytes_over_bandwidth():
     sent = report.traffic(by="level").set_index("level")["bytes"] / 8
     near, far = said(sent["intra"], 1e9), said(sent["inter"], 1e8)
     assert sums(report) == {"inside a node": near, "between nodes": far}
-    one = pl.predict(MODEL, report.plan, CLUSTER.replace(ports=1), steps=1)  # two ranks share it
+    one = pl.predict(
+        report.model, report.plan, CLUSTER.replace(ports=1), steps=1
+    )  # two ranks share it
     assert sums(one)["between nodes"] == said(sent["inter"], 0.5e8)
     chart = report.traffic_chart(matrix=False)
     colours = {trace.name: trace.marker.color for trace in chart.data}
@@ -93,7 +94,7 @@ def test_without_a_pipeline_there_is_one_bar_and_of_many_stages_the_fullest_firs
     assert "4 of 8 stages drawn" in chart.below
     chunks = predicted(8, pp=2, schedule="interleaved", virtual_stages=2, microbatches=4)
     assert stage_memory(chunks).finding.startswith("One rank with stages 0, 2 needs ")
-    bare = pl.Report(clock="measured", model=MODEL, plan=pl.Plan())
+    bare = pl.Report(clock="measured", model=TINY, plan=pl.Plan())
     refuses("no memory was sampled", stage_memory, bare)
 
 
@@ -111,3 +112,123 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     assert fits(report.replay(CLUSTER.replace(memory=10**9))) is None
     unlimited = stage_memory(report.replay(CLUSTER.replace(memory=pl.Cluster.memory)))
     assert "device" not in unlimited.finding + unlimited.below
+
+
+# ---- a step of each stage ------------------------------------------------------------------------
+FAST = pl.Cluster(flops=5e10, memory_bandwidth=2e10, devices_per_node=64,
+                  intra=pl.Link(alpha=1e-5, bandwidth=1e10))  # fmt: skip
+P, M = 4, 48
+
+
+@cache
+def deep(detail="actions", **settings):
+    plan = pl.Plan(pp=P, microbatches=M, microbatch_size=1, **settings)
+    return pl.predict(DEEP, plan, FAST, steps=1, detail=detail)
+
+
+CHUNKS = {"schedule": "interleaved", "virtual_stages": 2}
+IN_FULL = [{"dp": 2}, {"tp": 2}, CHUNKS, {"recompute": "full"}]
+
+
+@pytest.mark.parametrize(("detail", "settings"), [
+    *product(["actions"], [*IN_FULL, {}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}]),
+    *product(["calls"], IN_FULL),
+], ids=str)  # fmt: skip
+def test_no_second_of_a_rank_is_lost_and_none_counted_twice(detail, settings):
+    report = deep(detail, **settings)
+    table, spans = stage_time(report).table, report.spans
+    steps = report.steps.set_index("rank")["end"]
+    assert list(table["rank"].unique()) == [r for r in steps.index
+                                            if not any(report.plan.place(r)[1:])]  # fmt: skip
+    kinds = [name for name in table.columns if name not in ("rank", "phase", "start", "end")]
+    lengths = table["end"] - table["start"]
+    assert np.allclose(table[kinds].sum(axis=1), lengths, rtol=1e-9, atol=1e-12)
+    assert (lengths > 0).all()
+    for rank, mine in table.groupby("rank"):
+        assert mine["start"].iloc[0] == 0.0 and mine["end"].iloc[-1] == pytest.approx(steps.max())
+        assert np.allclose(mine["start"].iloc[1:], mine["end"].iloc[:-1], atol=1e-12)
+        here = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
+        for kind in ("forward", "backward", "weight_grad", "optimizer"):
+            told = float(mine[kind].sum()) if kind in mine else 0.0
+            assert told == pytest.approx(here["cost"][here["kind"] == kind].sum(), rel=1e-9)
+    # In full, calls have boxes of their own; what is computed again waits for its gradient inside.
+    inside = detail == "actions" and ("tp" in settings or "recompute" in settings)
+    assert (table["within"].sum() > 0.01 * steps.max()) == inside
+
+
+@pytest.mark.parametrize(("settings", "causes"), [
+    ({"tp": 2}, "messages of tp"), ({"recompute": "full"}, "gradients"),
+    ({"recompute": "full", "tp": 2}, "messages of tp and gradients"),
+])  # fmt: skip
+def test_all_that_a_rank_waits_for_inside_actions_is_named(settings, causes):
+    """A backward that computes everything again waits for its gradient inside."""
+    chart = stage_time(deep(**settings))
+    inside = "waiting inside actions" + ": messages of tp" * (causes == "messages of tp")
+    assert inside in {trace.name for trace in chart.data}
+    assert f"inside actions ranks wait for {causes}" in chart.below
+    plain = stage_time(deep())
+    assert "waiting" in {trace.name for trace in plain.data}
+    assert "inside actions" not in plain.below
+
+
+def test_1f1b_fills_goes_on_and_drains_stage_by_stage():
+    report = deep()
+    table, spans = stage_time(report).table, report.spans
+    each = spans[spans["kind"] == "forward"].groupby("rank")["cost"].median()
+    filling, _, draining = phases = stage_stretches.PHASE[:3]
+    for rank in range(P):
+        mine = table[table["rank"] == rank]
+        done = mine.groupby("phase")[["forward", "backward"]].sum()
+        # p - r forwards before a backward
+        assert done["forward"][filling] == pytest.approx((P - rank) * each[rank], rel=0.02)
+        assert done["backward"][filling] == done["forward"].get(draining, 0.0) == 0.0
+        order = [name for name in mine["phase"] if name in phases]
+        assert order == sorted(order, key=phases.index)
+    starts = table[table["phase"] == filling].groupby("rank")["start"].min()
+    assert starts.is_monotonic_increasing and starts[0] == 0.0
+
+
+def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
+    report = deep(dp=2, tp=2)
+    chart = stage_time(report)
+    named = {trace.name: trace for trace in chart.data}
+    inside, between = "waiting inside actions: messages of tp", "waiting between actions"
+    assert {"forward", "backward", inside, between, "communication, dp"} <= set(named)
+    messages, forward = named.pop("communication, dp"), named["forward"]
+    high = stage_stretches.HEIGHT - stage_stretches.MESSAGES
+    heights = Counter()
+    for trace in named.values():
+        for base, y, width in zip(trace.base, trace.y, trace.width, strict=True):
+            heights[base, int(y)] += width
+    assert heights and all(high * 0.98 < found <= high * 1.001 for found in heights.values())
+    steady = chart.table[chart.table["phase"] == stage_stretches.PHASE[1]].iloc[0]
+    share = steady["forward"] / (steady["end"] - steady["start"])
+    at = list(forward.base).index(round(steady["start"] * 1e3, 6))
+    assert forward.width[at] == pytest.approx(high * share)
+    lanes = report.spans[(report.spans["lane"] == "comm:dp") & (report.spans["rank"] == 0)]
+    first = min(b for b, y in zip(messages.base, messages.y, strict=True) if y < 1)
+    assert first == pytest.approx(lanes["start"].min() * 1e3, rel=1e-6)
+    idle = [note.text for note in chart.layout.annotations]
+    assert f"{100 * report.bubble:.0f} % of device time" in chart.finding
+    assert "idle" in idle and len(idle) == P + 1
+
+
+def test_long_steps_are_in_seconds_and_deep_pipelines_show_some_stages():
+    plan, slow = pl.Plan(pp=8, microbatches=16), FAST.replace(flops=1e6)
+    chart = stage_time(pl.predict(DEEP, plan, slow, steps=1, detail="actions"))
+    assert chart.layout.xaxis.title.text.endswith("(s)")
+    assert len(chart.layout.yaxis.ticktext) == 8
+    assert stage_stretches.spread(range(64), 8) == [0, 9, 18, 27, 36, 45, 54, 63]
+    assert stage_stretches.spread([3, 4], 8) == [3, 4] and stage_stretches.spread([3, 4], 1) == [3]
+    few = stage_time(deep(), ranks=[2])
+    assert few.table["rank"].unique().tolist() == [2] and "1 of 4 ranks" in few.below
+    assert "(ms)" in few.layout.xaxis.title.text
+
+
+def test_one_stage_has_a_picture_too():
+    plan = pl.Plan(dp=2, microbatches=32, microbatch_size=1)
+    chart = stage_time(pl.predict(DEEP, plan, FAST, steps=1, detail="actions"))
+    assert "forward and backward take" in chart.finding
+    assert "bubble" not in "".join(trace.name for trace in chart.data)
+    (waiting,) = [trace for trace in chart.data if trace.name == "waiting"]
+    assert any(text.startswith("<b>rank 0</b>, idle<br>") for text in waiting.hovertext)

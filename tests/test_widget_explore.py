@@ -1,7 +1,5 @@
 """The explorer without a browser: every knob moves its views, what cannot be says why, and runs."""
 
-from __future__ import annotations
-
 import html
 import re
 import threading
@@ -26,11 +24,8 @@ NO_MESH, TIMES = ("timeline", "memory", "traffic"), ("timeline", "mesh", "traffi
 
 
 @pytest.fixture
-def bench(monkeypatch) -> view.widgets.explore:
-    monkeypatch.setattr(view.widgets.explore, "steps", 3)
-    made = pl.explore(MODEL, PLAN, CLUSTER)
-    yield made
-    made.close()
+def bench(make) -> view.widgets.explore:
+    return make("explore")
 
 
 def on_screen(bench: view.widgets.explore) -> list[dict]:
@@ -270,7 +265,6 @@ def test_what_cannot_run_here_says_why_and_is_predicted_all_the_same(bench, knob
 
 
 def test_wrong_arguments_are_refused(bench):
-    refuses("model='gpt': not a model description", pl.explore, "gpt")
     refuses("heads=4: tp=3", pl.explore, MODEL, pl.Plan(tp=3), CLUSTER)
     refuses("sequence_parallel=1: the knob does not offer", bench.set, sequence_parallel=1)
 

@@ -1,7 +1,5 @@
 """What the widgets say is what the library predicts and what runs give, number by number."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from fractions import Fraction
@@ -18,18 +16,15 @@ from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
 from paralab.view.widget_steps import Steps, share_of_step
-from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, bars, numbers
+from widgets import CLUSTER, PATIENCE, TINY, ZERO, bars, numbers
 
 NAMES = list(STAGES.values())
 
 
 @pytest.fixture
-def widget(request, monkeypatch) -> widgets.Widget:
+def widget(request, make) -> widgets.Widget:
     """The one that the test's name begins with, whose runs have two steps."""
-    made = MAKE[request.function.__name__.split("_")[1]]()
-    monkeypatch.setattr(type(made), "steps", 2)
-    yield made
-    made.close()
+    return make(request.function.__name__.split("_")[1], steps=2)
 
 
 @pytest.mark.parametrize("name", ["zero", "tensor", "memory"])
@@ -43,6 +38,30 @@ def test_bars_are_the_prediction_for_the_cluster_that_was_given(name, cluster):
         drawn = drawn[(drawn["category"] != "sent") & (drawn["bar"] == made.called[at[made.among]])]
     assert drawn["bytes"].sum() == expect.peak_memory
     made.close()
+
+
+@pytest.mark.parametrize(("name", "knobs", "label", "others"), [
+    ("zero", {"stage": 2}, "ZeRO-2",
+     [{"stage": 3}, {"microbatches": 1}, {"precision": "bf16"}, {"recompute": "full"}]),
+    ("tensor", {"mode": "2d", "ranks": 4}, "2D", [{"mode": "1d"}, {"tokens": 512}]),
+])  # fmt: skip
+def test_a_run_puts_the_measured_peak_and_bytes_below_its_prediction(
+    make, name, knobs, label, others
+):
+    widget = make(name, steps=2)
+    chart, found = widget.run(**knobs).wait(PATIENCE), widget.result
+    held, sent, names = bars(chart), bars(chart, "sent"), list(bars(chart))
+    assert names[names.index(label) + 1] == "measured"
+    assert held["measured"] == found.peak_memory == found.peaks()["measured"]["total"]
+    parts = chart.table[chart.table["bar"] == "measured"].set_index("category")["bytes"]
+    assert parts.drop("sent").to_dict() == found.peaks()["measured"].drop("total").to_dict()
+    assert sent["measured"] == sent[label] == int(found.traffic()["bytes"].mean())
+    assert "exactly as predicted" in widget._status.value
+    assert numbers(widget)[-1]["at the peak"] == f"{label}, measured"
+    for knob in others:
+        old = {name: widget.values[name] for name in knob}
+        assert widget.set(**knob).result is None and widget.state == "idle"
+        assert widget.set(**old).result is found and widget.state == "done"
 
 
 # ---- words of a step -----------------------------------------------------------------------------
@@ -199,22 +218,6 @@ def test_zero_stage_that_is_chosen_stands_out_and_the_title_says_what_it_costs(w
     assert "each holds all states" in widget.predict(stage=0).finding
 
 
-def test_zero_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget):
-    chart, found = widget.run(stage=2).wait(PATIENCE), widget.result
-    assert list(bars(chart)) == [*NAMES[:3], "measured", NAMES[3]]
-    assert bars(chart)["measured"] == found.peak_memory == found.peaks()["measured"]["total"]
-    parts = chart.table[chart.table["bar"] == "measured"].set_index("category")["bytes"]
-    assert parts.drop("sent").to_dict() == found.peaks()["measured"].drop("total").to_dict()
-    sent = bars(chart, "sent")
-    assert sent["measured"] == sent["ZeRO-2"] == found.traffic()["bytes"].max()
-    assert "exactly as predicted" in widget._status.value
-    assert numbers(widget)[-1]["at the peak"] == "ZeRO-2, measured"
-    for knob in ({"stage": 3}, {"microbatches": 1}, {"precision": "bf16"}, {"recompute": "full"}):
-        old = {name: widget.values[name] for name in knob}
-        assert widget.set(**knob).result is None and widget.state == "idle"
-        assert widget.set(**old).result is found and widget.state == "done"
-
-
 # ---- tensor parallelism --------------------------------------------------------------------------
 @pytest.mark.parametrize(("ranks", "modes"), [
     (4, ["1d", "2d"]), (8, ["1d", "2.5d", "3d"]), (64, ["1d", "2d", "2.5d", "3d"]),
@@ -249,16 +252,6 @@ def test_tensor_title_says_which_mode_sends_least(widget):
     assert none.finding == "8 ranks, 32,768 tokens: 2D is impossible; 2.5D sends the least"
     sent = none.data[-1]
     assert sent.name == "sent" and sent.marker.color == theme.axis_colour("tp")
-
-
-def test_tensor_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget):
-    chart, found = widget.run(mode="2d", ranks=4).wait(PATIENCE), widget.result
-    names, label, sent = list(bars(chart)), MODE_NAME["2d"], bars(chart, "sent")
-    assert names[names.index(label) + 1] == "measured"
-    assert bars(chart)["measured"] == found.peak_memory
-    assert sent["measured"] == sent[label] == int(found.traffic()["bytes"].mean())
-    assert "exactly as predicted" in widget._status.value
-    assert numbers(widget)[-1]["at the peak"] == f"{label}, measured"
 
 
 @pytest.mark.parametrize(("ranks", "sequence", "more"), [

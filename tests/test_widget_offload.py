@@ -1,7 +1,5 @@
 """The widget of offload: predicted at once for any disk, then run for real on a slow one."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

@@ -1,12 +1,15 @@
-"""Plans in the order they came in, beside the order that was predicted."""
+"""Plans next to one another: those of a search, and of a contest in the order they came in."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from paralab.view import contest
+import paralab as pl
+from paralab.programs.search import SPARE
+from paralab.view import contest, pareto, theme
 from paralab.view.plan_times import rank_correlation
 from refusals import refuses
+from test_search import LAPTOP, SMALL
 
 
 def reports(clock, **seconds):
@@ -53,3 +56,32 @@ def test_what_cannot_be_compared_is_refused():
     refuses("the reports differ in their clocks", contest, two | one, FOUND)
     refuses("at least two", contest, reports("predicted", c=1.0), one)
     refuses("found='replayed': .* have the same clock; legal: .* predicted", contest, FOUND, FOUND)
+
+
+# ---- a search ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def search():
+    return pl.plan_search(SMALL, LAPTOP, devices=8, global_batch=16,
+                          memory="12MB", top=5)  # fmt: skip
+
+
+def test_the_front_and_the_best_are_drawn(search):
+    chart = pareto(search)
+    front = search.pareto()
+    lines = [trace for trace in chart.data if trace.mode == "lines" and len(trace.x) == len(front)]
+    assert len(lines) == 1
+    assert all(trace.name for trace in chart.data if trace.showlegend)
+    assert chart.finding and all("MB" in tick for tick in chart.layout.xaxis.ticktext)
+    assert repr(chart).startswith("Chart(")
+    assert not search.fits[search.front[0]]  # both numbers of the title are then estimates
+    estimate = theme.scaled(float(search.closed[0]), "s")
+    assert estimate != theme.scaled(float(search.simulated[0]), "s")
+    assert f"takes {estimate} by estimate; one of " in chart.finding
+
+
+def test_plans_that_do_not_fit_are_told_apart(search):
+    assert 0 < search.fits.sum() < len(search.fits)
+    chart = pareto(search)
+    table = chart.table
+    assert set(table["fits"]) == {True, False}
+    assert (table.loc[~table["fits"], "memory"] > search.memory_limit / SPARE).all()
