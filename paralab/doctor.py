@@ -27,7 +27,7 @@ from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
 from paralab.spec.cluster import available_cores
 from paralab.version import __version__
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes, in_seconds, in_speed, scaled
 
 Machine = SimpleNamespace  # the facts that `examine` returns
 GB, MB = 10**9, 10**6
@@ -121,7 +121,7 @@ def calibrated(device: str) -> str | None:
     summary = (
         f"measured {known['made'][:10]}: {scaled(cluster['flops'], 'FLOP/s')} on a "
         f"{'GPU' if device == 'cuda' else 'core'}; between ranks a latency of "
-        f"{scaled(link['alpha'], 's')} and {scaled(link['bandwidth'], 'B/s')}"
+        f"{in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
         summary += "; other programs were busy then, so it is measured again when they are not"
@@ -211,9 +211,9 @@ def _checks(machine: Machine) -> Iterator[Check]:
 
     room, free = _room(machine), "this system does not show how much of it is free"
     if machine.free_memory is not None:
-        free = f"{_size(machine.free_memory)} free"
-    finding = f"{_size(machine.memory)}, {free}: room for {count_of(room, 'rank')}"
-    least = _size(BASE_MEMORY + RANK_MEMORY)
+        free = f"{in_bytes(machine.free_memory)} free"
+    finding = f"{in_bytes(machine.memory)}, {free}: room for {count_of(room, 'rank')}"
+    least = in_bytes(BASE_MEMORY + RANK_MEMORY)
     remedy = f"close other programs: one rank and JupyterLab take {least}" * (room < 1)
     yield Check("memory", finding, remedy)
 
@@ -226,8 +226,8 @@ def _checks(machine: Machine) -> Iterator[Check]:
     finding = "there is none that can be written to"
     remedy = "ranks meet in files there: set TMPDIR"
     if machine.temp_free is not None:
-        finding = f"{machine.temp}, {_size(machine.temp_free)} free"
-        remedy = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
+        finding = f"{machine.temp}, {in_bytes(machine.temp_free)} free"
+        remedy = f"make room for {in_bytes(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
     yield Check("temp folder", finding, remedy)
 
     warm = "forked from a warm server, so a launch takes a tenth of a second"
@@ -259,20 +259,16 @@ def _torch(machine: Machine) -> tuple[str, str]:
 def _gpus(machine: Machine) -> str:
     if machine.torch["error"] is not None:
         return "unknown, as torch cannot be imported"
-    gpus = machine.torch["gpus"]
+    gpus, shared = machine.torch["gpus"], machine.shared or 0
     if not gpus:
         why = " (this torch is built without CUDA)" if machine.torch["cuda"] is None else ""
         return f"torch sees none{why}; only the paragraphs “On your GPUs” of the labs need one"
-    finding = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
-    little = f"; /dev/shm has {_size(machine.shared)}, too little for NCCL: give it {_size(SHARED)}"
-    return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and (machine.shared or 0) < SHARED)
+    finding = ", ".join(f"{gpu['name']} with {in_bytes(gpu['memory'])}" for gpu in gpus)
+    little = f"; /dev/shm has {in_bytes(shared)}, too little for NCCL: give it {in_bytes(SHARED)}"
+    return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and shared < SHARED)
 
 
 def _room(machine: Machine) -> int:
     """The number of ranks that fit into free memory next to a notebook."""
     free = machine.memory if machine.free_memory is None else machine.free_memory
     return max(0, min(MAX_RANKS, (free - BASE_MEMORY) // RANK_MEMORY))
-
-
-def _size(size: int | None) -> str:
-    return scaled(size or 0, "B")

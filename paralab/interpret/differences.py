@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes
 
 SIGNS = {"+": "added", "-": "removed", "↕": "moved", "~": "keeps or frees other values"}
 
@@ -49,7 +49,7 @@ class Change(NamedTuple):
     def amount(self) -> str:
         """ "6 times, 3.34 MB"."""
         times = "once" if self.count == 1 else f"{self.count} times"
-        return times + (f", {scaled(self.bytes, 'B')}" if self.bytes else "")
+        return times + (f", {in_bytes(self.bytes)}" if self.bytes else "")
 
 
 class _Step(NamedTuple):

@@ -35,19 +35,11 @@ from paralab.view.memory_chart import fits, stage_memory
 from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import mesh
 from paralab.view.stage_stretches import stage_time
+from paralab.view.theme import in_bytes, in_seconds
 from paralab.view.timeline import timeline, timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
-from paralab.view.widget_parts import (
-    MUTED,
-    Knob,
-    buttons,
-    counted,
-    in_bytes,
-    in_seconds,
-    is_local,
-    slider,
-)
+from paralab.view.widget_parts import MUTED, Knob, buttons, counted, is_local, slider
 from paralab.view.widget_steps import Says, Steps
 
 BOTH = 3  # ranks at most, where prediction and replay are drawn together

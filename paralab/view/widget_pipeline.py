@@ -25,8 +25,9 @@ from paralab.view import pipeline as drawing
 from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
+from paralab.view.theme import in_seconds
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, clock_name, cluster_of, in_seconds, slider
+from paralab.view.widget_parts import buttons, clock_name, cluster_of, slider
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; each half of backward takes as long
 
