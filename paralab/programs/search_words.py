@@ -9,7 +9,7 @@ import numpy as np
 
 from paralab.checks import count_of, illegal
 from paralab.spec import Plan
-from paralab.view.theme import in_bytes
+from paralab.view.theme import in_bytes, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +163,7 @@ def as_html(search: Any) -> str:
     for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
     shown["memory"] = list(map(in_bytes, top["memory"]))
-    shown["bubble"] = [f"{100 * share:.1f} %" for share in top["bubble"]]
+    shown["bubble"] = [percent(share, 1) for share in top["bubble"]]
     shown.index += 1
     alike = html.escape(", ".join(f"{name}={top[name].iloc[0]}" for name in same))
     return f"{head}{shown.to_html(border=0)}" + f"<p>All of these: {alike}.</p>" * bool(same)

@@ -227,9 +227,9 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def percent(share: float) -> str:
-    """ "22 %"."""
-    return f"{100 * share:z.0f} %"
+def percent(share: float, digits: int = 0) -> str:
+    """ "22 %"; with a digit "22.4 %"."""
+    return f"{100 * share:z.{digits}f} %"
 
 
 def share(part: float) -> str:

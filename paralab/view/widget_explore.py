@@ -65,7 +65,7 @@ NOWHERE = "none"  # for Plan's None, which buttons cannot have as a value
 # ---- its table -----------------------------------------------------------------------------------
 def _used(report: Tables) -> str:
     used = utilisation(report).get("model")
-    return "no peak stated" if used is None else f"{100 * used:.0f} % of peak"
+    return "no peak stated" if used is None else f"{theme.percent(used)} of peak"
 
 
 def _sent(report: Tables, level: str) -> str:
@@ -81,7 +81,7 @@ COLUMNS: dict[str, Says] = {
     ),
     "model FLOPs utilisation": _used,
     "bubble": lambda report: (
-        f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
+        theme.percent(report.bubble, 1) if report.plan.pp > 1 else "no pipeline"
     ),
     "peak memory": lambda report: in_bytes(peak_memory(report)),
     "sent inside a node": lambda report: _sent(report, "intra"),
