@@ -27,6 +27,7 @@ from paralab.checks import choice, count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
+from paralab.spec.forms import name_of
 
 PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
 
@@ -89,12 +90,6 @@ def places(ranks: int, nodes: int) -> tuple[int, ...]:
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
     return tuple(rank * nodes // ranks for rank in range(ranks))
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    if isinstance(fn, functools.partial):
-        return name_of(fn.func)
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
