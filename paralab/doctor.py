@@ -37,6 +37,13 @@ BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
 SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
+# Where Linux has a container's memory, in both versions of control groups: folder, limit, use, and
+# what of it are files that it can drop.
+CGROUP = Path("/sys/fs/cgroup")
+CONTAINERS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab")
 PACKAGES += ("cloudpickle", "safetensors", "tqdm")
 # {the most ranks that a lab starts at once: these labs}
@@ -130,15 +137,16 @@ def calibrated(device: str) -> str | None:
 
 def free_memory() -> int | None:
     """Bytes that a new process could use, in the machine or, if that is less, in the container."""
-    limits, group = [], Path("/sys/fs/cgroup")
+    limits = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(lines["MemAvailable"].split()[0]))
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        limit = int((group / "memory.max").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        limits.append(max(0, limit - used))
+    for folder, most, now, idle in CONTAINERS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            group = CGROUP / folder
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / now).read_text()) - int(stat.get(idle, 0))
+            limits.append(max(0, int((group / most).read_text()) - used))
     return min(limits, default=None)
 
 
