@@ -25,7 +25,7 @@ from paralab.checks import count_of
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
-from paralab.spec.cluster import available_cores
+from paralab.spec.cluster import CGROUP, available_cores
 from paralab.version import __version__
 from paralab.view.theme import in_bytes, in_seconds, in_speed, scaled
 
@@ -37,9 +37,8 @@ BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
 SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
-# Where Linux has a container's memory, in both versions of control groups: folder, limit, use, and
-# what of it are files that it can drop.
-CGROUP = Path("/sys/fs/cgroup")
+# A container's memory in `CGROUP`, in both versions of control groups: folder, limit, use, and what
+# of it are files that it can drop.
 CONTAINERS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
