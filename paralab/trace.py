@@ -137,12 +137,13 @@ def _program(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with its tensors as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+    """``value`` with its tensors as NumPy arrays."""
     import torch
 
+    from paralab.batches import as_numpy
+
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        return as_numpy(value)
     if isinstance(value, dict):
         return dict(zip(value, _plain(list(value.values())), strict=True))
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":

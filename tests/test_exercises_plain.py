@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import new_group
 
 from judged import defined
-from paralab.exercises import tries
+from paralab.exercises import tries, watched
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
@@ -165,6 +165,16 @@ def test_calls_of_a_group_of_one_send_nothing_and_are_no_mistake():
     [(notes, found)] = run(alone, ranks=2)
     assert not notes.over, repr(notes.verdict())
     assert found.results == [[[1.0]] * 3, [[2.0]] * 3] and found.sent() == [0, 0]
+
+
+def in_16_bits(watch, answer, seed):
+    return watched.array(answer[0]())
+
+
+def test_what_an_answer_computes_in_bfloat16_is_judged_like_any_other_number():
+    [(notes, found)] = run(lambda: torch.tensor([0.1]).bfloat16(), ranks=1, work=in_16_bits)
+    assert not notes.over, repr(notes.verdict())
+    assert found.results == [pytest.approx([0.1], rel=1e-2)]
 
 
 def functional():
