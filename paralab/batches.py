@@ -41,4 +41,6 @@ def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().to("cpu", copy=True).numpy()
+    """A copy, which is no tensor's memory; bfloat16, which NumPy lacks, becomes float32."""
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy().copy()

@@ -25,9 +25,9 @@ from paralab.checks import count_of
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
-from paralab.spec.cluster import available_cores
+from paralab.spec.cluster import CGROUP, available_cores
 from paralab.version import __version__
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes, in_seconds, in_speed, scaled
 
 Machine = SimpleNamespace  # the facts that `examine` returns
 GB, MB = 10**9, 10**6
@@ -37,6 +37,12 @@ BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
 SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
+# A container's memory in `CGROUP`, in both versions of control groups: folder, limit, use, and what
+# of it are files that it can drop.
+CONTAINERS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab")
 PACKAGES += ("cloudpickle", "safetensors", "tqdm")
 # {the most ranks that a lab starts at once: these labs}
@@ -121,7 +127,7 @@ def calibrated(device: str) -> str | None:
     summary = (
         f"measured {known['made'][:10]}: {scaled(cluster['flops'], 'FLOP/s')} on a "
         f"{'GPU' if device == 'cuda' else 'core'}; between ranks a latency of "
-        f"{scaled(link['alpha'], 's')} and {scaled(link['bandwidth'], 'B/s')}"
+        f"{in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
         summary += "; other programs were busy then, so it is measured again when they are not"
@@ -130,15 +136,16 @@ def calibrated(device: str) -> str | None:
 
 def free_memory() -> int | None:
     """Bytes that a new process could use, in the machine or, if that is less, in the container."""
-    limits, group = [], Path("/sys/fs/cgroup")
+    limits = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(lines["MemAvailable"].split()[0]))
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        limit = int((group / "memory.max").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        limits.append(max(0, limit - used))
+    for folder, most, now, idle in CONTAINERS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            group = CGROUP / folder
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / now).read_text()) - int(stat.get(idle, 0))
+            limits.append(max(0, int((group / most).read_text()) - used))
     return min(limits, default=None)
 
 
@@ -211,9 +218,9 @@ def _checks(machine: Machine) -> Iterator[Check]:
 
     room, free = _room(machine), "this system does not show how much of it is free"
     if machine.free_memory is not None:
-        free = f"{_size(machine.free_memory)} free"
-    finding = f"{_size(machine.memory)}, {free}: room for {count_of(room, 'rank')}"
-    least = _size(BASE_MEMORY + RANK_MEMORY)
+        free = f"{in_bytes(machine.free_memory)} free"
+    finding = f"{in_bytes(machine.memory)}, {free}: room for {count_of(room, 'rank')}"
+    least = in_bytes(BASE_MEMORY + RANK_MEMORY)
     remedy = f"close other programs: one rank and JupyterLab take {least}" * (room < 1)
     yield Check("memory", finding, remedy)
 
@@ -226,8 +233,8 @@ def _checks(machine: Machine) -> Iterator[Check]:
     finding = "there is none that can be written to"
     remedy = "ranks meet in files there: set TMPDIR"
     if machine.temp_free is not None:
-        finding = f"{machine.temp}, {_size(machine.temp_free)} free"
-        remedy = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
+        finding = f"{machine.temp}, {in_bytes(machine.temp_free)} free"
+        remedy = f"make room for {in_bytes(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
     yield Check("temp folder", finding, remedy)
 
     warm = "forked from a warm server, so a launch takes a tenth of a second"
@@ -259,20 +266,16 @@ def _torch(machine: Machine) -> tuple[str, str]:
 def _gpus(machine: Machine) -> str:
     if machine.torch["error"] is not None:
         return "unknown, as torch cannot be imported"
-    gpus = machine.torch["gpus"]
+    gpus, shared = machine.torch["gpus"], machine.shared or 0
     if not gpus:
         why = " (this torch is built without CUDA)" if machine.torch["cuda"] is None else ""
         return f"torch sees none{why}; only the paragraphs “On your GPUs” of the labs need one"
-    finding = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
-    little = f"; /dev/shm has {_size(machine.shared)}, too little for NCCL: give it {_size(SHARED)}"
-    return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and (machine.shared or 0) < SHARED)
+    finding = ", ".join(f"{gpu['name']} with {in_bytes(gpu['memory'])}" for gpu in gpus)
+    little = f"; /dev/shm has {in_bytes(shared)}, too little for NCCL: give it {in_bytes(SHARED)}"
+    return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and shared < SHARED)
 
 
 def _room(machine: Machine) -> int:
     """The number of ranks that fit into free memory next to a notebook."""
     free = machine.memory if machine.free_memory is None else machine.free_memory
     return max(0, min(MAX_RANKS, (free - BASE_MEMORY) // RANK_MEMORY))
-
-
-def _size(size: int | None) -> str:
-    return scaled(size or 0, "B")

@@ -238,8 +238,9 @@ def run_under_torchrun(
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
-        why = f"the plan needs {plan.world_size} ranks, torchrun started {world}"
-        legal = f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}"
+        why = f"the plan needs {count_of(plan.world_size, 'rank')}, torchrun started {world}"
+        legal = f"a plan of {count_of(world, 'rank')}, "
+        legal += f"or --nproc-per-node * --nnodes = {plan.world_size}"
         raise illegal("dp", plan.dp, why, legal)
     import torch.distributed as dist  # this process is a rank, so it may import torch
 

@@ -36,7 +36,8 @@ from paralab.ranks.errors import OutOfMemory
 from paralab.report.report import Report
 from paralab.report.storage import check_part, save_part
 from paralab.spec import Plan
-from paralab.trace import name_of, part_of, places
+from paralab.spec.forms import name_of
+from paralab.trace import part_of, places
 from paralab.version import __version__
 
 STEPS = ("optimizer", "marked")

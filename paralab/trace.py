@@ -26,6 +26,7 @@ from paralab.checks import choice, count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
+from paralab.spec.forms import name_of
 
 PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
 
@@ -90,12 +91,6 @@ def places(ranks: int, nodes: int) -> tuple[int, ...]:
     return tuple(rank * nodes // ranks for rank in range(ranks))
 
 
-def name_of(fn: Callable[..., Any]) -> str:
-    if isinstance(fn, functools.partial):
-        return name_of(fn.func)
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
 def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
     """A rank's part of a report. ``owner`` has rank, device, nodes; ``meta`` adds or corrects."""
     import torch
@@ -141,12 +136,13 @@ def _program(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with its tensors as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+    """``value`` with its tensors as NumPy arrays."""
     import torch
 
+    from paralab.batches import as_numpy
+
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        return as_numpy(value)
     if isinstance(value, dict):
         return dict(zip(value, _plain(list(value.values())), strict=True))
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":

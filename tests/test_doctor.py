@@ -123,6 +123,22 @@ def test_the_gpus_that_torch_sees_are_told(monkeypatch, capsys):
     assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
 
 
+@pytest.mark.parametrize("folder, most, now, idle", doctor.CONTAINERS)
+def test_a_container_has_the_memory_that_its_limit_leaves(
+    folder, most, now, idle, tmp_path, monkeypatch
+):
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    for name, text in {
+        most: "3000000",
+        now: "2000000",
+        "memory.stat": f"anon 5\n{idle} 400000\n",
+    }.items():
+        (group / name).write_text(text)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    assert doctor.free_memory() == 1_400_000
+
+
 def test_where_there_is_no_folder_there_is_no_room():
     assert doctor.room_in(None) is doctor.room_in("/no/such/folder") is None
 

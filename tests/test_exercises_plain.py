@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import new_group
 
 from judged import defined
-from paralab.exercises import tries
+from paralab.exercises import tries, watched
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
@@ -147,6 +147,32 @@ def test_calls_are_seen_by_any_name_groups_are_kept_and_results_arrive_in_wait()
     assert not again.over and groups.results == [8.0, 8.0] and own.results == [1, None]
     assert early.results == [(1.0, 2.0)] * 2
     assert "rank 0 never waits for all_reduce #0" in repr(late.verdict())
+
+
+def alone():
+    """Calls that in a group of one send nothing at all."""
+    mine, copies = torch.tensor([1.0 + dist.get_rank()]), torch.zeros(3, 1)
+    own = [new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    dist.gather(mine, [copies[0]], dst=dist.get_rank(), group=own)
+    dist.scatter(copies[1], [mine], src=dist.get_rank(), group=own)
+    dist.all_to_all_single(copies[2], mine, [1], [1], group=own)
+    return copies.tolist()
+
+
+def test_calls_of_a_group_of_one_send_nothing_and_are_no_mistake():
+    [(notes, found)] = run(alone, ranks=2)
+    assert not notes.over, repr(notes.verdict())
+    assert found.results == [[[1.0]] * 3, [[2.0]] * 3] and found.sent() == [0, 0]
+
+
+def in_16_bits(watch, answer, seed):
+    return watched.array(answer[0]())
+
+
+def test_what_an_answer_computes_in_bfloat16_is_judged_like_any_other_number():
+    [(notes, found)] = run(lambda: torch.tensor([0.1]).bfloat16(), ranks=1, work=in_16_bits)
+    assert not notes.over, repr(notes.verdict())
+    assert found.results == [pytest.approx([0.1], rel=1e-2)]
 
 
 def functional():

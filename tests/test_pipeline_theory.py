@@ -152,7 +152,7 @@ def test_costs_that_are_none_are_refused():
     for wrong, said in (
         ({"forward": -1.0}, "forward=-1.0"),
         ({"backward": float("nan")}, "backward"),
-        ({"forward": [1.0]}, "1 numbers for 2 stages"),
+        ({"forward": [1.0]}, "1 number for 2 stages"),
         ({"comm": [0.0, -2.0]}, r"comm\[1\]"),
         ({"forward": "fast"}, "forward='fast'"),
     ):

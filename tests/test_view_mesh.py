@@ -142,6 +142,8 @@ def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     assert chart.finding == "There is only one rank, so it shares a group with no other"
     refuses("rank=4: out of range; legal: a whole number from 0 to 3", mesh, pl.Plan(dp=4), rank=4)
     refuses(r"it has 8 devices, the plan needs 16.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
+    one = cluster(1).replace(devices_per_node=1)
+    refuses(r"it has 1 device, the plan needs 2; legal: more nodes", mesh, pl.Plan(dp=2), one)
 
 
 def test_a_row_names_the_stages_of_its_rank():

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -88,6 +88,18 @@ def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
     assert last["end"].max()["wait"] == pytest.approx(work["end"].max() - zero)  # till all are done
     hatched = next(bar for bar in figure.data if bar.name == "waiting")
     assert hatched.marker.pattern.shape == "/"
+
+
+def test_a_schedule_of_ones_own_has_one_name_before_and_after_a_report_was_saved(tmp_path):
+    def slow_start(pp, microbatches, *, warm_up):
+        return schedules.gpipe(pp, microbatches)
+
+    report = predicted(partial(slow_start, warm_up=2), 2, 4)
+    assert report.plan.schedule_name == "own: slow_start"
+    report.save(tmp_path / "report.json")
+    loaded = pl.load(tmp_path / "report.json")
+    assert report.timeline().finding == loaded.timeline().finding
+    assert report.timeline().finding.startswith("slow_start, p=2, m=4: the bubble is ")
 
 
 def test_the_margin_has_every_ranks_idle_share():

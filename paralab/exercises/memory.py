@@ -69,7 +69,7 @@ class Patient:
         bars = {devices(self.fewer): fewer, devices(self.plan): self.peak()}
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
-        sizes = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
+        sizes = [theme.in_bytes(sum(parts.values())) for parts in bars.values()]
         compared = " and" if sizes[0] == sizes[1] else f", {sizes[1]}"
         title = f"{self.name.capitalize()}: the peak is {sizes[0]} with {devices(self.fewer)}"
         title += f"{compared} with {devices(self.plan)}"

@@ -216,8 +216,8 @@ class LateCalls:
         span = recorder.launch(f"comm:{where.axis}", recorder.cut(), recorder.clock.host())
         for row in rows:
             recorder.call((*row, span))
-        end = {"send": f" to rank {rows[0][4]}", "recv": f" from rank {rows[0][4]}"}.get(op, "")
-        return f"{op} #{number}{end}", span
+        way = {"send": " to", "recv": " from"}.get(op)  # other calls may send nothing: no row
+        return f"{op} #{number}" + (f"{way} rank {rows[0][4]}" if way else ""), span
 
     @contextlib.contextmanager
     def _waiting(self, work: Any, *_: Any) -> Iterator[None]:

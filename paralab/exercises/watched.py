@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from paralab.batches import as_numpy
 from paralab.comm import Group
 from paralab.exercises.attempts import origin
 from paralab.exercises.plain import AnswerGroup, LateCalls, WrongGroups, freed
@@ -148,7 +149,7 @@ def array(value: Any) -> Any:
     """A NumPy copy of a tensor, for the verdict. Raises TypeError for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
-    return value.detach().cpu().numpy().copy()
+    return as_numpy(value)
 
 
 def arrays(module: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from paralab.instruments.measure import (
 from paralab.instruments.processors import processors_busy
 from paralab.report import output_files
 from paralab.spec import Cluster, Link
-from paralab.spec.cluster import available_cores
+from paralab.spec.cluster import CGROUP, available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import most_sent
 from paralab.theory.work import on_processor
@@ -215,7 +215,7 @@ def memory_bytes() -> int:
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+            limits.append(int((CGROUP / name).read_text()))
     return min(limits)
 
 

@@ -13,15 +13,15 @@ micro-batches for which the same happens share a line. Waits follow from the res
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
 from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes
 
 SIGNS = {"+": "added", "-": "removed", "↕": "moved", "~": "keeps or frees other values"}
 
@@ -49,7 +49,7 @@ class Change(NamedTuple):
     def amount(self) -> str:
         """ "6 times, 3.34 MB"."""
         times = "once" if self.count == 1 else f"{self.count} times"
-        return times + (f", {scaled(self.bytes, 'B')}" if self.bytes else "")
+        return times + (f", {in_bytes(self.bytes)}" if self.bytes else "")
 
 
 class _Step(NamedTuple):
@@ -125,7 +125,7 @@ def _steps(program: Any) -> dict[tuple, _Step]:
         if ins.op in COMPUTE:
             reader |= dict.fromkeys(ins.reads, ins.op)
     steps: dict[tuple, _Step] = {}
-    times: Counter[tuple] = Counter()
+    times: dict[tuple, Iterator[int]] = defaultdict(count)
     maker: dict[Any, str] = {}
     after = 0
     for position, ins in program:
@@ -135,10 +135,9 @@ def _steps(program: Any) -> dict[tuple, _Step]:
         if ins.op != WAIT:
             made_by = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
-            times[line] += 1
             does, place = _does(ins, made_by, needed_by[position]), program.names.about(ins)
             mb, size = ins.mb if several else -1, program.bytes_of(ins)
-            steps[*line, times[line]] = _Step(ins, after, does, place, mb, size)
+            steps[*line, next(times[line])] = _Step(ins, after, does, place, mb, size)
     return steps
 
 

@@ -62,22 +62,21 @@ class Insides:
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Moments:
         ops, sharing = self.model.ops, self.sharing
-        state = list(sharing.state("x", i)) if i else []
+        state = sharing.state("x", i) if i else ()
         there = dict(state)  # alive from before the instruction to its end
         kept: dict[Name, int] = {}  # storages that other values may share
         own = 0  # bytes kept in storages that no other value shares
         targets = ops[-1].targets * (j == len(ops))  # there before the loss, which keeps them
         yield 0, 0
         for at in range(i, j):
-            op, out = ops[at], sharing.last("x", at + 1)
-            new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
+            op, before, state = ops[at], state, sharing.state("x", at + 1)
+            new = _bytes(dict(before + state), without=(there, kept))
             grown = own + _bytes(kept, without=(there,))
             scratch = op.temporaries("forward", self._received) + targets * (op is not ops[-1])
             yield grown, new + op.keeps + scratch
             if keep:
                 own += op.keeps
                 kept.update(sharing.kept(at))
-            state = [out] if op.joins else [*(state if op.forks else state[:-1]), out]
         grown = own + _bytes(kept, without=(there,))
         yield grown, _bytes(dict(state), without=(there, kept))
 

@@ -7,9 +7,9 @@ assembles all lists from their pieces at once, and finds the call that each WAIT
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from itertools import chain, count, product
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,9 @@ class Lists:
         self.waits, self.of = named[waits], begun[waits]
 
     def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[tuple[tuple, list[int]]]:
-        count, members = Counter(), defaultdict(list)
+        numbers, members = defaultdict(count), defaultdict(list)
         for call, lane_number, rank in np.stack([calls, lane[calls], self.rank[calls]], 1).tolist():
-            count[lane_number, rank] += 1
-            members[lane_number, count[lane_number, rank]].append(call)
+            members[lane_number, next(numbers[lane_number, rank])].append(call)
         return list(members.items())
 
 

@@ -21,7 +21,8 @@ memory       per rank the peak, and samples
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -248,9 +249,7 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
             later = column in ("start", "end", "time")
             columns[column] = values + turn * (length if later else n * (column == "id"))
     if name == "collectives":  # numbered on through the steps, group by group
-        calls: Counter[tuple] = Counter()  # so far, by rank, axis and group
-        members = (columns["rank"].tolist(), columns["axis"], columns["ranks"])
-        for at, call in enumerate(zip(*members, strict=True)):
-            columns["call"][at] = calls[call]
-            calls[call] += 1
+        numbers = defaultdict(count)
+        groups = zip(columns["rank"].tolist(), columns["axis"], columns["ranks"], strict=True)
+        columns["call"] = [next(numbers[group]) for group in groups]
     return columns

@@ -8,8 +8,9 @@ here: its cost follows from its list of instructions.
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -176,7 +177,7 @@ class Rows:
     def __init__(self, world: int) -> None:
         self.world = world
         self.rows: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
-        self.calls: Counter[tuple] = Counter()  # calls so far, by rank, axis and group
+        self.calls: dict[tuple, Iterator[int]] = defaultdict(count)  # by rank, axis and group
 
     def add(
         self, member: Member, mine: list[Box], held: Samples, step: int, start: float, end: float
@@ -193,9 +194,8 @@ class Rows:
             spans.append((name, rank, step, *action, *when, box.cost, after))
             if box.call is not None:
                 row = member.row(box.call)
-                call = rank, row.axis, row.ranks
-                collectives.append((self.calls[call], rank, step, *row, *when, name))
-                self.calls[call] += 1
+                number = next(self.calls[rank, row.axis, row.ranks])
+                collectives.append((number, rank, step, *row, *when, name))
             elif box.moved is not None:
                 copies.append((rank, step, box.lane, *box.moved, *when, name))
         memory += [

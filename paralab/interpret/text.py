@@ -37,7 +37,7 @@ from paralab.programs.own import OPS, RankProgram
 from paralab.programs.program import Program
 from paralab.report.tables import TIERS
 from paralab.spec import ModelSpec, Plan
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes
 
 BUCKETS = 4  # how many buckets the notes list the parameters of
 WIDTH = 60  # the most columns of ``what``, before what an instruction frees
@@ -171,7 +171,7 @@ class ProgramText(RankProgram):
 
     def _line(self, ins: Instr) -> str:
         size = self.bytes_of(ins)
-        what = self.names.what(ins) + (f", {scaled(size, 'B')}" if size else "")
+        what = self.names.what(ins) + (f", {in_bytes(size)}" if size else "")
         return f"{ins.op}\t{what}\t{self.names.frees(ins)}"
 
     def _rows(self, items: Iterable[Item], depth: int, letters: dict) -> Iterator[Row]:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, count_of, illegal, real, whole
 from paralab.data import Corpus
 from paralab.model import draws
 from paralab.model.step import Step
@@ -270,7 +270,7 @@ def batches(
     if spec.vocab < 256:
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
-        raise illegal("rank", rank, f"there are {ranks} ranks", f"0 to {ranks - 1}")
+        raise illegal("rank", rank, f"there is none with ranks={ranks}", f"0 to {ranks - 1}")
     for name, value in {"microbatches": microbatches, "microbatch_size": microbatch_size}.items():
         whole(name, value, at_least=1)
     corpus, pairs = _corpus(data), []
@@ -328,7 +328,7 @@ def train(
     whole("seed", seed, at_least=0)
     clips = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
     if clips is clip_norm and len(clips) < steps:
-        why = f"{len(clips)} numbers for {steps} steps"
+        why = f"{count_of(len(clips), 'number')} for {steps} steps"
         raise illegal("clip_norm", clip_norm, why, "a number above 0, or one for each step")
     for limit in clips:
         if limit is not None:

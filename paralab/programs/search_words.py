@@ -9,7 +9,7 @@ import numpy as np
 
 from paralab.checks import count_of, illegal
 from paralab.spec import Plan
-from paralab.view.theme import scaled
+from paralab.view.theme import in_bytes, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,15 +29,10 @@ SECONDS = {"estimated": "closed_s", "simulated": "simulated_s", "without overlap
 UNLIMITED = 2**62
 
 
-def size(count: float) -> str:
-    """ "80 GB": decimal, as devices are sold."""
-    return scaled(float(count), "B")
-
-
 def counts(search: Any) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
     plans, fits, devices = len(search.plans), int(search.fits.sum()), search.devices
-    room = f", {fits:,} fit{'s' * (fits == 1)} in {size(search.memory_limit)}"
+    room = f", {fits:,} fit{'s' * (fits == 1)} in {in_bytes(search.memory_limit)}"
     text = f"{count_of(plans, 'plan', ',')} on {count_of(devices, 'device', ',')}"
     return text + room * (search.memory_limit < UNLIMITED)
 
@@ -94,8 +89,8 @@ def _sentence(search: Any, at: int) -> str:
     """Why the plan at this position loses against the best."""
     if not search.fits[at]:
         need, limit = float(search.memory[at]), search.memory_limit
-        excess = f"{size(need - limit)} too much" if need > limit else "too close to the limit"
-        text = f"does not fit: the smallest such plan needs {size(need)}, {excess}"
+        excess = f"{in_bytes(need - limit)} too much" if need > limit else "too close to the limit"
+        text = f"does not fit: the smallest such plan needs {in_bytes(need)}, {excess}"
         return f"{text}; {_largest(search, at)}"
     closed, simulated = search.closed[[at, 0]], search.simulated[[at, 0]]
     extra_seconds = closed[0] - closed[1]
@@ -125,7 +120,7 @@ def what_helps(search: Any) -> ValueError:
     """The error if no plan fits: the smallest memory that one needs, and what would reduce it."""
     needs = np.where(np.isfinite(search.simulated), search.memory, np.inf)
     at = int(needs.argmin())
-    plan, need, room = search.plans[at], size(search.memory[at]), size(search.memory_limit)
+    plan, need, room = search.plans[at], in_bytes(search.memory[at]), in_bytes(search.memory_limit)
     pinned = [name for name in reversed(search.settings) if name in search.pinned]
     helps = [f"other values of {', '.join(pinned)}"] * bool(pinned)
     helps += [f"a memory of at least {search.memory[at]:,.0f} bytes"]  # exact: need is rounded
@@ -167,8 +162,8 @@ def as_html(search: Any) -> str:
     shown = top[[name for name in search.settings if name not in same]].astype(str)
     for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
-    shown["memory"] = list(map(size, top["memory"]))
-    shown["bubble"] = [f"{100 * share:.1f} %" for share in top["bubble"]]
+    shown["memory"] = list(map(in_bytes, top["memory"]))
+    shown["bubble"] = [percent(share, 1) for share in top["bubble"]]
     shown.index += 1
     alike = html.escape(", ".join(f"{name}={top[name].iloc[0]}" for name in same))
     return f"{head}{shown.to_html(border=0)}" + f"<p>All of these: {alike}.</p>" * bool(same)

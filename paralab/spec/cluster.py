@@ -23,7 +23,10 @@ from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
 PRODUCTS = ("bf16", "fp16", "tf32")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
+# Where Linux has a container's limits; and there the files with its microseconds of processor in a
+# period, and the period, in both versions of control groups.
+CGROUP = Path("/sys/fs/cgroup")
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 
 def _link(name: str, value: Any) -> Link:
@@ -236,9 +239,11 @@ def available_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        quota, period = QUOTA.read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
+    for files in QUOTAS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            text = " ".join((CGROUP / name).read_text() for name in files)
+            quota, period = map(int, text.split())
+            cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
 
 

@@ -6,7 +6,7 @@ of a block are known by making its module, which needs torch.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, shown
@@ -21,11 +21,16 @@ BLOCK_FORM = (
 )
 
 
+def name_of(function: Any) -> str:
+    """The name of a user's function, also in a `functools.partial`; of another object its class."""
+    if isinstance(function, partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def form_name(form: Any) -> str:
     """A form as text: a built-in form's name, or "own: " and the name of the user's function."""
-    if callable(form):
-        return OWN_FORM + getattr(form, "__name__", type(form).__name__)
-    return form
+    return OWN_FORM + name_of(form) if callable(form) else form
 
 
 def saved(form: Any) -> bool:

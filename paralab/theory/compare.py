@@ -26,6 +26,7 @@ from paralab.report.facts import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
 from paralab.theory.gaps import EXPOSED_COPIES, MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
+from paralab.view.theme import percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -296,7 +297,7 @@ def _shown(value: float, unit: str) -> str:
     if math.isnan(value):
         return "-"
     if unit == "share":
-        return f"{100 * value:.1f} %"
+        return percent(value, 1)
     if unit == "s":
         return f"{value * 1e3:,.2f} ms"
     if value == 1:

@@ -15,6 +15,7 @@ from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
+from paralab.view.theme import percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,11 +66,11 @@ def _distances(row: pd.Series) -> str:
         return "In the replay this takes no time." * (predicted > 0 or measured > 0)
     sentences, off, times = [], predicted / replayed - 1, measured / replayed
     if abs(off) > NEAR:
-        sentences = [f"Theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
+        sentences = [f"Theory is {percent(abs(off))} {'above' if off > 0 else 'below'} the replay."]
     if times > 1.1:
         sentences.append(f"The wall clock shows {times:.1f} times as much as the replay.")
     elif times < 0.9:
-        sentences.append(f"The wall clock shows {_percent(1 - times)} less than the replay.")
+        sentences.append(f"The wall clock shows {percent(1 - times)} less than the replay.")
     return " ".join(sentences)
 
 
@@ -113,7 +114,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
         yield (
-            f"{_percent(outside / step['measured'])} of the measured step lies outside every span: "
+            f"{percent(outside / step['measured'])} of the measured step lies outside every span: "
             "it goes into reading data, and into Python between spans."
         )
 
@@ -141,7 +142,7 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
         return ""
     if not shares["communication"] > 0:
         return "No communication is in flight."
-    hidden = _percent(shares["hidden"] / shares["communication"])
+    hidden = percent(shares["hidden"] / shares["communication"])
     return f"With a device per rank, computation hides {hidden} of the communication{_hides(plan)}"
 
 
@@ -166,12 +167,13 @@ def _hides(plan: Plan) -> str:
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
     """The share of the bubble that the schedule causes, and the share that links cause."""
     alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
-    note = f"If links took no time, this schedule would leave {_share(alone)} idle "
+    note = f"If links took no time, this schedule would leave {percent(alone, 1)} idle "
     note += "at the costs of the run"
     if not math.isnan(formula):
-        note += f", and {_share(formula)} if all stages cost the same (formula)"
+        note += f", and {percent(formula, 1)} if all stages cost the same (formula)"
     links = table.loc["bubble", "replayed"] - alone
-    return f"{note}; in the replay the links add {_share(links) if links >= 1e-3 else 'nothing'}."
+    more = percent(links, 1) if links >= 1e-3 else "nothing"
+    return f"{note}; in the replay the links add {more}."
 
 
 def _outside(report: Tables) -> float:
@@ -191,11 +193,3 @@ def other_threads(report: Tables) -> float:
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()
     return float(used.median()) if len(used) else 0.0
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _percent(share: float) -> str:
-    return f"{abs(share) * 100:.0f} %"

@@ -167,7 +167,7 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
     if not np.ndim(cost):
         return np.full(stages, real(name, cost, at_least=0.0))
     if len(cost) != stages:
-        why = f"{len(cost)} numbers for {stages} stages"
+        why = f"{count_of(len(cost), 'number')} for {count_of(stages, 'stage')}"
         raise illegal(name, cost, why, "a number of seconds, or one per stage")
     return np.array([real(f"{name}[{s}]", c, at_least=0.0) for s, c in enumerate(cost)])
 

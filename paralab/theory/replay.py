@@ -21,7 +21,8 @@ between spans) takes no time in a replay.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import count_of, illegal, instance, real
@@ -176,7 +177,7 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     """
     items = defaultdict(list)
     seconds = defaultdict(float)  # of the slowest member; of a sender
-    made = Counter()
+    numbers = defaultdict(count)
     reaches = {}
     columns = (report.spans[name] for name in ("id", "lane", "after"))
     spans = {span: of_span for span, *of_span in zip(*columns, strict=True)}
@@ -190,9 +191,7 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
         if message:  # each direction of each pair is a link of its own
             members = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
             name = f"message {{}} from rank {members[0]} to rank {members[1]} ({row.axis})"
-        kind = (row.rank, row.op == "recv", name)
-        name = name.format(made[kind])
-        made[kind] += 1
+        name = name.format(next(numbers[row.rank, row.op == "recv", name]))
         if row.op != "recv":
             if members not in reaches:
                 reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)

@@ -38,8 +38,8 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         }
         gaps = space.gaps(event)
         served += [theme.text(name)] * (max(gaps) >= request)
-        text = f"<b>{theme.text(name)}</b>: {theme.scaled(sum(gaps), 'B')} are free at the line; "
-        text += f"the largest free piece is {theme.scaled(max(gaps), 'B')}"
+        text = f"<b>{theme.text(name)}</b>: {theme.in_bytes(sum(gaps))} are free at the line; "
+        text += f"the largest free piece is {theme.in_bytes(max(gaps))}"
         notes.append(note(text, 0, top, axes=("paper", "paper"), anchor="left top"))
         shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
@@ -47,12 +47,12 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
             for start, end, s in space.blocks:
                 if s.category == kind:
                     rows.append((name, kind, s.born, s.died, start, end - start))
-                    middle, text = (start + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
+                    middle, text = (start + end) / 2 / per, f"{kind}, {theme.in_bytes(s.bytes)}"
                     boxed.append((s.born, s.died - s.born, middle, (end - start) / per, "", text))
             look = {"edge": 0, "axes": ("x", axis), "legendgroup": kind, "showlegend": not number}
             traces.append(mark.boxes(kind, theme.category_colour(kind), boxed, **look))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
-    text = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
+    text = f"A request of {theme.in_bytes(request)} at the line is served in {len(served)} of "
     text += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
     fig = figure(
         text,

@@ -113,5 +113,5 @@ def _copy(copy: Box) -> str:
     text = theme.text(f"{naming.category_name(copy['category'])}, {direction}")
     text += f": {copy['bytes']:,} bytes"
     if copy["bytes"] and (seconds := copy["end"] - copy["start"]) > 0:
-        text += f" at {theme.scaled(copy['bytes'] / seconds, 'B/s')}"
+        text += f" at {theme.in_speed(copy['bytes'] / seconds)}"
     return text

@@ -73,12 +73,12 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
     sizes, seconds = zip(*pairs, strict=True)
-    slope, latency = theme.scaled(link.bandwidth, "B/s"), theme.scaled(link.alpha, "s")
+    slope, latency = theme.in_speed(link.bandwidth), theme.in_seconds(link.alpha)
     knee = link.alpha * link.bandwidth
-    inside, half = sizes[0] < knee < sizes[-1], theme.scaled(knee, "B", digits=2)
+    inside, half = sizes[0] < knee < sizes[-1], theme.in_bytes(knee, digits=2)
     rate = f"{slope}; below {half} latency dominates" if inside else f"a bandwidth of {slope}"
     if sizes[-1] < UNSEEN * knee:  # then the bandwidth is that of rounding errors and noise
-        rate = f"no more for the bytes, up to {theme.scaled(sizes[-1], 'B')}"
+        rate = f"no more for the bytes, up to {theme.in_bytes(sizes[-1])}"
     times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
     formula = f"{times} + bytes / bandwidth"
     median, worst = (theme.share(accuracy[name]) for name in ("median", "worst"))
@@ -90,7 +90,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     slanted = [(n, n / link.bandwidth) for n in grid if n / link.bandwidth >= low]
     flat = [(n, link.alpha or None) for n in (grid[0], grid[-1])]
     hover_texts = [
-        f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit {theme.scaled(link.seconds(n), 's')}"
+        f"{theme.in_bytes(n)}: {theme.in_seconds(s)}, fit {theme.in_seconds(link.seconds(n))}"
         for n, s in pairs
     ]
     fitted = [(n, link.seconds(n)) for n in grid]

@@ -44,7 +44,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
         remarks.append(f"{len(shown)} of {len(by_rank)} ranks drawn, the highest peak among them")
     for tier, where in (("host", "on the host"), ("file", "in files")):
         if (offloaded := peak(report, tier=tier, rank=worst.rank)) is not None and offloaded.total:
-            remarks.append(f"at most {theme.scaled(offloaded.total, 'B')} {where}")
+            remarks.append(f"at most {theme.in_bytes(offloaded.total)} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
     of = f"{len(shown)} of " * (len(by_rank) > 1)
@@ -128,7 +128,7 @@ def fits(report: Tables) -> str | None:
     if worst is None or worst.total <= room:
         return None
     most = max(worst.held, key=worst.held.__getitem__)
-    need, available, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
+    need, available, part = (theme.in_bytes(n) for n in (worst.total, room, worst.held[most]))
     stage = stage_of(report, worst.rank)
     text = f"It does not fit: {stage} needs {need} on a device that has {available}"
     return f"{text}; the largest category is {most}, {part}"
@@ -159,9 +159,9 @@ def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curv
 def _finding(curves: Sequence[Curve], worst: Curve) -> str:
     report, category = worst.report, max(worst.held, key=worst.held.__getitem__)
     share = worst.held[category] / worst.peak if worst.peak else 0.0
-    text = f"{theme.text(naming.subject(report))}: memory peaks at {theme.scaled(worst.peak, 'B')}"
+    text = f"{theme.text(naming.subject(report))}: memory peaks at {theme.in_bytes(worst.peak)}"
     if limit := report.meta.get("memory_limit"):
-        text += f" of {theme.scaled(limit, 'B')}"
+        text += f" of {theme.in_bytes(limit)}"
     text += f" {worst.phase(worst.peak_at)}"
     if len(curves) > 1 and worst.peak - min(c.peak for c in curves) <= ALIKE * worst.peak:
         text += " on every rank"
@@ -174,7 +174,7 @@ def _finding(curves: Sequence[Curve], worst: Curve) -> str:
 def _verdict(peaks: Mapping[str, float]) -> str:
     """Which run needs the least memory, which the most, and their ratio."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
-    low, high = theme.scaled(peaks[least], "B"), theme.scaled(peaks[most], "B")
+    low, high = theme.in_bytes(peaks[least]), theme.in_bytes(peaks[most])
     if len(peaks) == 1:
         return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:

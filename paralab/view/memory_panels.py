@@ -142,7 +142,7 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
                 start, end = scales.x(curve, begin), scales.x(curve, stop)
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
-                took = f": {theme.scaled(stop - begin, 's')}" * (not curve.numbered)
+                took = f": {theme.in_seconds(stop - begin)}" * (not curve.numbered)
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             at = {"axes": ("x", axis), "showlegend": False}
@@ -159,7 +159,7 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     traces = []
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
-        hover_texts = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
+        hover_texts = [f"{theme.text(name)}: {theme.in_bytes(n)} ({n:,} bytes)" for n in sizes]
         heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
         place = {"axes": ("x", axis), "showlegend": axis == "y"}
         traces += area(name, fill, times, heights, hover_texts, **place)
@@ -175,7 +175,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     style |= {"showlegend": False, "marker": {"line": {"width": 1.5, "color": look.paper}}}
     text = f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"
     dot = points("peak", [(x, y / per)], [text], **style)
-    head = f"<b>peak {theme.scaled(y, 'B')}</b>"
+    head = f"<b>peak {theme.in_bytes(y)}</b>"
     at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     for label, size in (limits(curve, scales.peak) | curve.reserved).items():
@@ -184,7 +184,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
         at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}
-        text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
+        text = f"{theme.text(label)}: {theme.in_bytes(size)}"
         notes.append(note(text, float(right), height, above=True, **at))
     return [dot], notes, shapes
 

@@ -49,9 +49,8 @@ def kind_name(kind: str) -> str:
 
 def schedule_name(plan: Plan) -> str:
     """The plan's schedule as the papers call it; if it is the user's function, that one's name."""
-    if callable(plan.schedule):
-        return getattr(plan.schedule, "__name__", "own schedule")
-    return SCHEDULE_NAME.get(plan.schedule, plan.schedule.removeprefix(OWN_FORM))
+    name = plan.schedule_name
+    return SCHEDULE_NAME.get(name, name.removeprefix(OWN_FORM))
 
 
 def plan_name(plan: Plan) -> str:

@@ -18,7 +18,7 @@ import pandas as pd
 
 from paralab.checks import count_of, instance
 from paralab.programs.search import Search
-from paralab.programs.search_words import brief, size
+from paralab.programs.search_words import brief
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note, upright
@@ -61,7 +61,7 @@ def pareto(search: Search) -> Chart:
     step["line"]["shape"] = "vh"
     note_best, star = _best(search)
     at = {"axes": ("x", "paper"), "anchor": "left top", "xshift": 6, "ink": look.faint}
-    words = [note(f"does not fit in {size(n)}", math.log10(n), 1, **at) for n in limits]
+    words = [note(f"does not fit in {theme.in_bytes(n)}", math.log10(n), 1, **at) for n in limits]
     shapes = [upright(n, dash="dash", ink=look.faint) for n in limits]
     fig = figure(
         _finding(search),
@@ -126,7 +126,7 @@ def _points(
 
 
 def _costs(memory: float, seconds: float) -> str:
-    return f"{theme.scaled(seconds, 's')}, {theme.scaled(memory, 'B')}"
+    return f"{theme.in_seconds(seconds)}, {theme.in_bytes(memory)}"
 
 
 def _simulated(search: Search) -> list[dict[str, Any]]:
@@ -138,9 +138,9 @@ def _simulated(search: Search) -> list[dict[str, Any]]:
         ends += [(x, estimate), (x, y), (None, None)]
         pairs.append((x, y))
         plan = brief(search.plans[at])
-        serial = theme.scaled(float(search.serial[at]), "s")
+        serial = theme.in_seconds(search.serial[at])
         hover_texts.append(
-            f"{plan}<br>simulated {_costs(x, y)}<br>estimated {theme.scaled(estimate, 's')}"
+            f"{plan}<br>simulated {_costs(x, y)}<br>estimated {theme.in_seconds(estimate)}"
             f"<br>without overlap {serial}"
         )
     ring = {"ink": look.ink, "symbol": "circle-open", "size": 9}
@@ -168,11 +168,11 @@ def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _finding(search: Search) -> str:
     """What the front shows: how much time more memory would save, or that it would save none."""
-    first, estimate = search.front[0], theme.scaled(float(search.closed[0]), "s")
+    first, estimate = search.front[0], theme.in_seconds(search.closed[0])
     if search.fits[first]:
-        seconds = theme.scaled(float(search.simulated[0]), "s")
+        seconds = theme.in_seconds(search.simulated[0])
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.share(1 - search.closed[first] / search.closed[0])
-    more = theme.scaled(float(search.memory[first]), "B")
+    more = theme.in_bytes(search.memory[first])
     fits = f"The fastest plan that fits takes {estimate} by estimate"
     return f"{fits}; one of {more} takes {less} less"

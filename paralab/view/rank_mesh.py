@@ -73,7 +73,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     world = plan.world_size
     if cluster is not None and world > cluster.num_devices:
-        why = f"it has {cluster.num_devices} devices, the plan needs {world}"
+        devices = count_of(cluster.num_devices, "device")
+        why = f"it has {devices}, the plan needs {world}"
         raise illegal("cluster", cluster.name, why, "more nodes, or fewer ranks")
     shown_rank = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
     own_groups = groups(plan, cluster, shown_rank)

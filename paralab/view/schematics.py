@@ -118,7 +118,7 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         word = f"<b>{place}</b><br><span style='font-size:12px'>{does[place]}</span>"
         at = (3 * i, 3 * i + 1.2), (0.0, 2.0)
         sent, received = (sum(n for k, n in sums.items() if ENDS[k][end] == i) for end in (0, 1))
-        moved = f"{theme.scaled(received, 'B')} come in per step, {theme.scaled(sent, 'B')} go out"
+        moved = f"{theme.in_bytes(received)} come in per step, {theme.in_bytes(sent)} go out"
         cells.append(Cell(*at, look.grid, word, f"{place}: {moved}", 15, edge=look.faint))
     for link, parts in flow.items():
         start, to = ENDS[link]
@@ -128,7 +128,7 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         notes.append(arrow((x0, y), (x1, y), ink=look.ink))
         text = "<br>".join(
             f"<span style='color:{theme.category_colour(kind)}'>■</span> {kind} "
-            f"<b>{theme.scaled(n, 'B')}</b>"
+            f"<b>{theme.in_bytes(n)}</b>"
             for kind, n in parts.items()
         )
         near, far = ("bottom", "top") if outwards else ("top", "bottom")
@@ -136,9 +136,9 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         name = {"size": 11, "ink": look.faint, "yshift": 3 * way}
         notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, anchor=far, **name))
     largest = [link for link, n in sums.items() if n == max(sums.values())]
-    text = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between memory tiers"
+    text = f"A rank moves {theme.in_bytes(sum(sums.values()))} per step between memory tiers"
     if len(largest) == 1:
-        text += f"; the most, {theme.scaled(sums[largest[0]], 'B')}, goes "
+        text += f"; the most, {theme.in_bytes(sums[largest[0]])}, goes "
         text += f"from {FROM_TO.get(largest[0]) or lanes.ROW_NAME[largest[0]]}"
     rows = [(link, kind, n) for link, parts in flow.items() for kind, n in parts.items()]
     return drawn(

@@ -45,14 +45,14 @@ def bytes_bars(
     unit, per = theme.unit_of(most)
     label_share = theme.LETTER_WIDTH * 14 / theme.ALONE.width * max(map(theme.letters, bars))
     letter = mark.LETTER / (1 - min(label_share, 0.5))  # the axis is the figure without the labels
-    total_share = letter * (2 + max(len(theme.scaled(n, "B")) for n in totals.values()))
+    total_share = letter * (2 + max(len(theme.in_bytes(n)) for n in totals.values()))
     end = most * max(1.14, 1 / (1 - total_share))
     # A line through a total looks like the bar's end: then all totals stand in a column instead.
     crossed = any(n < at < n + total_share * end for n in totals.values() for at in drawn.values())
     names, lines = _capacity_names(drawn, per, end, 0.85 * letter)  # the names have smaller letters
     above = ROW * lines
     far = [
-        f"{theme.text(n)}: {theme.scaled(size[n], 'B')}, far beyond this axis"
+        f"{theme.text(n)}: {theme.in_bytes(size[n])}, far beyond this axis"
         for n in size
         if n not in drawn
     ]
@@ -125,7 +125,7 @@ def _capacity_names(
     """
     words, places = [], []
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
-        text = f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}"
+        text = f"<b>{theme.text(label)}</b>: {theme.in_bytes(count)}"
         width = letter * (theme.letters(text) + 2) * end
         left = count > 0.6 * end or count + 1.1 * width > end  # bold letters are wider
         places.append((count - width, count) if left else (count, count + width))
@@ -143,11 +143,11 @@ def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
     most = max(totals.values())
     worst = [theme.text(label) for label, total in totals.items() if total == most]
     verb = "needs" if len(worst) == 1 else "each need"
-    text = f"{theme.listed(worst)} {verb} {theme.scaled(most, 'B')}"
+    text = f"{theme.listed(worst)} {verb} {theme.in_bytes(most)}"
     if not capacity:
         return text
     device = max(capacity, key=capacity.__getitem__)
-    size = f"the {theme.scaled(capacity[device], 'B')} of {theme.text(device)}"
+    size = f"the {theme.in_bytes(capacity[device])} of {theme.text(device)}"
     return f"{text}, {share_of(most, capacity[device])} {size}"
 
 

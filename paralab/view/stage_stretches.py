@@ -202,7 +202,7 @@ def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: flo
     for rank, intervals in calls.items():
         y = rows[rank] + HEIGHT - MESSAGES / 2
         for low, high in intervals:
-            text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+            text = f"<b>{name}</b><br>rank {rank}, {theme.in_seconds(high - low)}"
             box = round(low * per, 6), round((high - low) * per, 6), y, MESSAGES * 0.8
             flat.append((*box, "", text))
     return mark.boxes(name, fill, flat, edge=0)
@@ -210,7 +210,7 @@ def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: flo
 
 def _hover(stretch: Stretch) -> str:
     length = stretch.end - stretch.start
-    times = [theme.scaled(seconds, "s") for seconds in (length, stretch.start, stretch.end)]
+    times = [theme.in_seconds(seconds) for seconds in (length, stretch.start, stretch.end)]
     lines = [f"<b>rank {stretch.rank}</b>, {stretch.phase.replace('wait', 'idle')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
     for kind, seconds in stretch.parts.items():

@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -199,13 +200,16 @@ def text(value: Any) -> str:
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
     """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 kB = 10^3 bytes."""
-    size = float(f"{abs(value):.{digits}g}")  # rounded first: 999.9 becomes 1 k
+    size = float(f"{value:.{digits}g}")  # rounded first: 999.9 becomes 1 k
     if size == 0:
         return f"0 {unit}"
-    power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(size) / 3)))
+    power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(abs(size)) / 3)))
     number = size / 1000.0**power
-    shown = f"{number:.{digits}g}" if number < 10**digits else f"{number:,.0f}"
-    return f"{'-' * (value < 0)}{shown} {('', 'k', 'M', 'G', 'T', 'n', 'µ', 'm')[power]}{unit}"
+    shown = f"{number:.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+    return f"{shown} {('', 'k', 'M', 'G', 'T', 'n', 'µ', 'm')[power]}{unit}"
+
+
+in_bytes, in_seconds, in_speed = (partial(scaled, unit=unit) for unit in ("B", "s", "B/s"))
 
 
 def unit_of(biggest: float) -> tuple[str, float]:
@@ -223,9 +227,9 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def percent(share: float) -> str:
-    """ "22 %"."""
-    return f"{100 * share:z.0f} %"
+def percent(share: float, digits: int = 0) -> str:
+    """ "22 %"; with a digit "22.4 %"."""
+    return f"{100 * share:z.{digits}f} %"
 
 
 def share(part: float) -> str:

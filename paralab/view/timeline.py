@@ -131,7 +131,7 @@ def _sent(report: Tables, step: int) -> str:
     most = sent.idxmax()
     own_calls = calls[calls["rank"] == most]
     count = len(own_calls[["axis", "ranks", "call"]].drop_duplicates())
-    amount = f"{theme.scaled(float(sent[most]), 'B')} in {count_of(count, 'call')}"
+    amount = f"{theme.in_bytes(float(sent[most]))} in {count_of(count, 'call')}"
     if len(sent) == report.world_size and sent.nunique() == 1:
         return f"each rank sends {amount}"
     return f"rank {most} sends {amount}, and no rank sends more"

@@ -109,7 +109,7 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     cluster may state another link for a single operation.
     """
     parts = [(kind, size) for over, kind, size in flows if over == link]
-    text = theme.scaled(sum(size for _, size in parts), "B")
+    text = theme.in_bytes(sum(size for _, size in parts))
     part = link if link in LEVELS else "disk" if link.startswith("disk") else "host"
     stated = getattr(cluster, part, None)
     if stated is None:
@@ -119,7 +119,7 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
         share = cluster.ports / cluster.devices_per_node
     ops = [(kind[1] if link in LEVELS else "", n) for kind, n in parts]  # copies have no operation
     seconds = sum(n / (by_op.get(op, stated).bandwidth * share) for op, n in ops)
-    return f"{text}, {theme.scaled(seconds, 's')}"
+    return f"{text}, {theme.in_seconds(seconds)}"
 
 
 def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
@@ -136,7 +136,7 @@ def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
 
     def cell(a: int, b: int) -> tuple[float | None, str, str]:
         n = sent.get((a, b), 0.0)
-        text = f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
+        text = f"rank {a} sends rank {b}<br>{theme.in_bytes((n or 0) * per)} per {unit}"
         return n, "" if n is None else f"{n:.{digits}f}" if n else "0", text
 
     rows, columns = list(map(str, senders)), list(map(str, receivers))
@@ -165,8 +165,8 @@ def _finding(
 ) -> str:
     n, name = len(facts.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
-    does = [f"sends {theme.scaled(total / n, 'B')}"] if total else []
-    does += [f"copies {theme.scaled(size / n, 'B')}"] if size else []
+    does = [f"sends {theme.in_bytes(total / n)}"] if total else []
+    does += [f"copies {theme.in_bytes(size / n)}"] if size else []
     if not does:
         return f"{name}: nothing is sent"
     by_rank = amounts.traffic(report)["bytes"]

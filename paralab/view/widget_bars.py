@@ -20,8 +20,9 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
+from paralab.view.theme import in_bytes
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, in_bytes, refusal, slider
+from paralab.view.widget_parts import buttons, refusal, slider
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}

@@ -21,8 +21,9 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.links import algorithms
 from paralab.view.marks.curves import curve
+from paralab.view.theme import in_bytes, in_seconds, in_speed
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, cluster_of, in_bytes, in_seconds, in_speed, slider
+from paralab.view.widget_parts import buttons, cluster_of, slider
 
 FORMS = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 kB to 10 MB

@@ -35,19 +35,11 @@ from paralab.view.memory_chart import fits, stage_memory
 from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import mesh
 from paralab.view.stage_stretches import stage_time
+from paralab.view.theme import in_bytes, in_seconds
 from paralab.view.timeline import timeline, timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
-from paralab.view.widget_parts import (
-    MUTED,
-    Knob,
-    buttons,
-    counted,
-    in_bytes,
-    in_seconds,
-    is_local,
-    slider,
-)
+from paralab.view.widget_parts import MUTED, Knob, buttons, counted, is_local, slider
 from paralab.view.widget_steps import Says, Steps
 
 BOTH = 3  # ranks at most, where prediction and replay are drawn together
@@ -73,7 +65,7 @@ NOWHERE = "none"  # for Plan's None, which buttons cannot have as a value
 # ---- its table -----------------------------------------------------------------------------------
 def _used(report: Tables) -> str:
     used = utilisation(report).get("model")
-    return "no peak stated" if used is None else f"{100 * used:.0f} % of peak"
+    return "no peak stated" if used is None else f"{theme.percent(used)} of peak"
 
 
 def _sent(report: Tables, level: str) -> str:
@@ -89,7 +81,7 @@ COLUMNS: dict[str, Says] = {
     ),
     "model FLOPs utilisation": _used,
     "bubble": lambda report: (
-        f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
+        theme.percent(report.bubble, 1) if report.plan.pp > 1 else "no pipeline"
     ),
     "peak memory": lambda report: in_bytes(peak_memory(report)),
     "sent inside a node": lambda report: _sent(report, "intra"),

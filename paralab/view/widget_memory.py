@@ -18,8 +18,9 @@ from paralab.theory import needs
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.stacked_bars import bytes_bars, share_of
+from paralab.view.theme import in_bytes
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import Knob, duration, in_bytes, slider
+from paralab.view.widget_parts import Knob, duration, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
 DEVICE = {"80 GB GPU": 80 * 10**9}

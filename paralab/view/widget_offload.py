@@ -30,8 +30,9 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.links import Axes, algorithms
 from paralab.view.marks.curves import drop, rings
+from paralab.view.theme import in_speed
 from paralab.view.widget import At
-from paralab.view.widget_parts import buttons, in_speed, no_room, processes, slider, this_machine
+from paralab.view.widget_parts import buttons, no_room, processes, slider, this_machine
 from paralab.view.widget_steps import Steps, share_of_step, step_time
 
 DISKS = (5e7, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), 1e10)

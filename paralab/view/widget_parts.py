@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import ipywidgets as ipw
@@ -16,15 +15,12 @@ from paralab.report import facts
 from paralab.report.amounts import peak
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link
-from paralab.view import theme
 from paralab.view.chart import Chart
+from paralab.view.theme import in_bytes, in_seconds, in_speed
 
 MUTED, BAD = "var(--jp-ui-font-color2, #57606A)", "var(--jp-error-color0, #B3261E)"
 MOST_RANKS = 8  # real processes of a run; with more, a widget only predicts
 LABEL, KNOB = 116, 400  # pixels: width of a knob's label, least width of a knob with its label
-
-in_bytes, in_seconds = partial(theme.scaled, unit="B"), partial(theme.scaled, unit="s")
-in_speed = partial(theme.scaled, unit="B/s")
 
 
 # ---- knobs ---------------------------------------------------------------------------------------

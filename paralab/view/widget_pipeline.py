@@ -25,8 +25,9 @@ from paralab.view import pipeline as drawing
 from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
+from paralab.view.theme import in_seconds
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, clock_name, cluster_of, in_seconds, slider
+from paralab.view.widget_parts import buttons, clock_name, cluster_of, slider
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; each half of backward takes as long
 
@@ -127,12 +128,12 @@ class Pipeline(Widget):
     def _rows(self, at: At) -> list[dict[str, str]]:
         simulation, plan = self.simulation(at), at.plan
         pp, m, v = plan.pp, plan.microbatches, plan.virtual_stages
-        formula = f"{100 * bubble_formula(at['schedule'], pp, m, v, 1.0, 1.0, 1.0):.1f} %"
+        formula = theme.percent(bubble_formula(at["schedule"], pp, m, v, 1.0, 1.0, 1.0), 1)
 
         def row(clock: str, bubble: float, step: float, alive: int, messages: int) -> dict:
             return {
                 "clock": clock,
-                "bubble": f"{abs(100 * bubble):.1f} %",  # without a bubble it may be -1e-17
+                "bubble": theme.percent(bubble, 1),
                 "formula": formula if clock == "simulated" else "",
                 "bubble over ideal": f"{100 * bubble / (1 - bubble):.0f} %" if bubble < 1 else "",
                 "step time": in_seconds(step),
@@ -152,8 +153,8 @@ class Pipeline(Widget):
     def _outcome(self, at: At) -> str:
         replayed, simulated = at.replayed.bubble, self.simulation(at).bubble_rate
         same = ", equal to within a percentage point" * (abs(replayed - simulated) < 0.01)
-        said = f"the bubble is {100 * replayed:.0f} % of device time in the replay and"
-        return f"{said} {100 * simulated:.0f} % as simulated with the run's median costs{same}"
+        said = f"the bubble is {theme.percent(replayed)} of device time in the replay and"
+        return f"{said} {theme.percent(simulated)} as simulated with the run's median costs{same}"
 
 
 def _messages(report: Tables) -> int:

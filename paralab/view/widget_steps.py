@@ -15,9 +15,10 @@ from paralab.report import amounts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
+from paralab.view.theme import in_bytes
 from paralab.view.timeline import gap, timeline, timelines
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, clock_name, counted, in_bytes, links_of, slider
+from paralab.view.widget_parts import buttons, clock_name, counted, links_of, slider
 
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)

@@ -53,14 +53,14 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     for stage, held in enumerate(kept):
         name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
         notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, anchor="right"))
-        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, anchor="left"))
+        notes.append(note(theme.in_bytes(total), dp + 0.1, stage + 0.5, anchor="left"))
         for rank, (category, size) in product(range(dp), held.items()):
             parts = round(kept[0][category] / size)
             shard = rank if parts > 1 else 0
             x, wide, (begin, high) = rank + GAP, (1 - 2 * GAP) / parts, tops[category]
             y = stage + begin, stage + begin + high
             part = "all of them" if parts == 1 else f"shard {rank} of {parts}"
-            text = f"rank {rank}, {name}<br>{category}: {part}, {theme.scaled(size, 'B')}"
+            text = f"rank {rank}, {name}<br>{category}: {part}, {theme.in_bytes(size)}"
             fill = theme.category_colour(category)
             cells.append(Cell((x, x + wide * parts), y, theme.look().wait))
             x_range = (x + wide * shard, x + wide * (shard + 1))
@@ -112,7 +112,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
             text = f"{name}<br>{size:,} bytes, instructions {start} to {end - 1}"
             boxes.append((start, end - start, 1.0 + i, 0.6, "", text))
         traces.append(mark.boxes(name, fills[name], boxes, showlegend=False))
-        words.append(margin(theme.scaled(size, "B"), 1.0 + i))
+        words.append(margin(theme.in_bytes(size), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
         f"A rank holds all of {units[unit].part} during {theme.share(held)} of the instructions, "
