@@ -113,6 +113,8 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
     "little memory": (LOGITS, LAPTOP, {
         "devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"],
         "offload": [None, "cpu"], "global_batch": 8}),
+    "nothing but compute": (SMALL, LAPTOP.replace(flops=1e8), {
+        "devices": 8, "global_batch": 16, "tp": 1, "pp": 1, "offload": None}),
 }  # fmt: skip
 
 
