@@ -384,6 +384,10 @@ def test_a_notebook_sees_the_counts_and_the_best_ten(small):
     assert repr(small).startswith("Search(") and "fit in" in repr(small)
     page = small._repr_html_()
     assert page.count("<tr") == 11 and "Search" not in page[:20] and "nan" not in page
+    alone = pl.plan_search(SMALL, LAPTOP, devices=1)  # some of its ten best plans offload
+    alone.serial[0] = np.nextafter(alone.simulated[0], 0.0)  # the same, rounded
+    page = alone._repr_html_()
+    assert "<td>None</td>" in page and "nan" not in page.lower() and "s (+0 %)" in page
 
 
 def test_a_search_through_too_many_plans_is_refused(monkeypatch):

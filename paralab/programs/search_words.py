@@ -140,7 +140,7 @@ def what_helps(search: Any) -> ValueError:
 
 def without_overlap(search: Any) -> str:
     """How much slower the best plan is without overlap, and which fitting plan is fastest then."""
-    longer = search.serial[0] / search.simulated[0] - 1
+    longer = max(search.serial[0] / search.simulated[0] - 1, 0.0)
     text = f"Without any overlap this plan takes {search.serial[0]:.4g} s ({100 * longer:+.0f} %)"
     at = int(np.where(search.fits, search.serial, np.inf).argmin())
     if at == 0:
@@ -164,7 +164,7 @@ def as_html(search: Any) -> str:
         f"<p>{html.escape(without_overlap(search))}</p>"
     )
     same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
-    shown = top[[name for name in search.settings if name not in same]].astype(str)
+    shown = top[[name for name in search.settings if name not in same]].map(str)
     for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
     shown["memory"] = list(map(size, top["memory"]))
