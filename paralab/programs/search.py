@@ -76,10 +76,10 @@ def plan_search(
     memory        bytes per device, or text as "40GB"; default: what the cluster states
     optimizer     "adamw" or "sgd"
     top           at most this many of the plans that fit are compiled and simulated, in the order
-                  of their estimates. Among more than ``top`` plans, once three are, those are left
-                  out that are not expected to be faster than the fastest simulated one: their
-                  estimate is 2 % above it, or their compute and half of the rest is. Plans that
-                  take seconds to compile come last, and only if no other fits
+                  of their estimates. If more than ``top`` may fit, then after the first three only
+                  those that may still win: their estimate is at most 2 % above the fastest
+                  simulated time, and its compute and half of its other seconds are below that time.
+                  Plans that take seconds to compile come last, and only if no other fits
     fixed         any field of `Plan` but passes, your own schedule, "l2l" and grad_sync=None: a
                   value, or a list of values to try. By default these are tried: all dp, tp, pp and
                   micro-batch sizes with the right products, every schedule of a pipeline, virtual
@@ -186,15 +186,14 @@ class Search:
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
         work = self.terms["compute"] + self.terms["recompute"]
-        least = self.closed - UNSURE * (self.closed - work)
+        least = np.maximum(self.closed - UNSURE * (self.closed - work), self.closed / BEHIND)
         plans = {at: self.plans[at] for at in order[: most or max(3 * top, NEAR)].tolist()}
         rows = {at: rows_of_a_pipeline(self.model, plan) for at, plan in plans.items()}
         slow = {at for at, plan in plans.items() if rows[at] > LARGE and not folds(plan)}
         for at in sorted(plans, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
                 return
-            hopeless = max(least[at], self.closed[at] / BEHIND) > fastest
-            if not exhaustive and fitting >= AT_LEAST and hopeless:
+            if not exhaustive and fitting >= AT_LEAST and least[at] > fastest:
                 continue
             totals = Totals(self.model, plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = totals.seconds(), totals.peak

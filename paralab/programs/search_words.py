@@ -145,13 +145,10 @@ def without_overlap(search: Any) -> str:
     at = int(np.where(search.fits, search.serial, np.inf).argmin())
     if at == 0:
         return f"{text}, and no other plan is faster without overlap."
-    is_simulated = np.isfinite(search.simulated[at])
-    with_it = search.simulated[at] if is_simulated else search.closed[at]
-    return (
-        f"{text}. The fastest plan without overlap is {brief(search.plans[at])}: "
-        f"it takes {search.serial[at]:.4g} s, and {with_it:.4g} s with overlap, "
-        f"{'simulated' if is_simulated else 'estimated'}."
-    )
+    how = "simulated" if np.isfinite(search.simulated[at]) else "estimated"
+    with_it = (search.simulated if how == "simulated" else search.closed)[at]
+    text += f". The fastest plan without overlap is {brief(search.plans[at])}: it takes "
+    return f"{text}{search.serial[at]:.4g} s, and {with_it:.4g} s with overlap, {how}."
 
 
 # ---- the summary in a notebook ------------------------------------------------------------------
