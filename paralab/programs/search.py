@@ -152,8 +152,7 @@ class Search:
         self.fits = SPARE * self.memory <= memory_limit
         # Simulate plans that may fit, fastest estimate first. If none of the first ones fits, those
         # that fit by their estimate; if none of these does either, those that need least memory.
-        over = LIKELY if len(plans) <= FEW else SPARE
-        over = OVER if len(plans) <= 3 * top else over  # no plan is left out for its estimate
+        over = OVER if len(plans) <= 3 * top else LIKELY if len(plans) <= FEW else SPARE
         likely = np.flatnonzero(self.memory <= over * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
@@ -161,7 +160,8 @@ class Search:
             self._simulate(by_time[self.fits[by_time]], top)
         if not self._one_fits():
             least = np.argsort(self.memory, kind="stable")
-            near = int((self.memory <= OVER * memory_limit).sum())
+            most = max(memory_limit, self.memory.min() * (over == OVER))
+            near = int((self.memory <= OVER * most).sum())
             self._simulate(least, 1, min(max(near, 1), NEAR))
         if not self._one_fits():
             raise words.what_helps(self)
