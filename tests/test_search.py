@@ -111,6 +111,8 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
     "little memory": (LOGITS, LAPTOP, {
         "devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"],
         "offload": [None, "cpu"], "global_batch": 8}),
+    "nothing but compute": (SMALL, LAPTOP.replace(flops=1e8), {
+        "devices": 8, "global_batch": 16, "tp": 1, "pp": 1, "offload": None}),
 }  # fmt: skip
 
 
@@ -353,11 +355,13 @@ def test_losers_have_the_other_choices_and_a_reason(small):
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
+    ({"memory": 1, "model": SMALL, "devices": 1, "global_batch": 2, "recompute": "none",
+      "offload": None}, r"none of 2 plans .* smallest needs 54\.1 MB .*pp=1 m=1 b=2"),
     ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
     ({"devices": 9}, "'stated' has 8"),
     ({"schedule": "l2l"}, "does not try it, .*predicts such a plan; legal: 'naive'"),
     ({"passes": (len,)}, "passes=.*predicts such a plan"),
-    ({"tp": 3}, "no legal plan of 4 layers"),
+    ({"tp": 3, "model": TINY.replace(layers=1)}, "no legal plan of 1 layer has"),
     ({"tp": []}, "no value to try"),
     ({"model": "gpt3"}, "not a model description"),
     ({"cluster": "dgx"}, r"not a cluster; legal: .*pl.Cluster.local\(\)"),
@@ -375,6 +379,10 @@ def test_a_notebook_sees_the_counts_and_the_best_ten(small):
     assert repr(small).startswith("Search(") and "fit in" in repr(small)
     page = small._repr_html_()
     assert page.count("<tr") == 11 and "Search" not in page[:20] and "nan" not in page
+    alone = pl.plan_search(SMALL, LAPTOP, devices=1)  # some of its ten best plans offload
+    alone.serial[0] = np.nextafter(alone.simulated[0], 0.0)  # the same, rounded
+    page = alone._repr_html_()
+    assert "<td>None</td>" in page and "nan" not in page.lower() and "s (+0 %)" in page
 
 
 def test_a_search_through_too_many_plans_is_refused(monkeypatch):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples per device of the default global batch
 SPARE = 1.1  # an uncompiled plan fits if its estimated memory times this does
 BEHIND = 1.02  # plans estimated so many times slower than the fastest simulated are not compiled
+UNSURE = 0.5  # an estimate is too high by at most this share of what it has next to compute
 FEW = 1000  # of so many plans also those that may fit by `LIKELY` are tried
 LIKELY = 1.5  # estimates of memory of small models are too high by up to this factor
 OVER = 2.0  # estimates of memory may be too high by this factor: plans within it may fit after all
@@ -75,10 +76,10 @@ def plan_search(
     memory        bytes per device, or text as "40GB"; default: what the cluster states
     optimizer     "adamw" or "sgd"
     top           at most this many of the plans that fit are compiled and simulated, in the order
-                  of their estimates. Among more than ``top`` plans three are enough if the next
-                  estimate is more than 2 % above the fastest simulated time, so a larger ``top``
-                  may change nothing. Plans that take seconds to compile come last, and only if no
-                  other fits
+                  of their estimates. If more than ``top`` may fit, then after the first three only
+                  those that may still win: their estimate is at most 2 % above the fastest
+                  simulated time, and its compute and half of its other seconds are below that time.
+                  Plans that take seconds to compile come last, and only if no other fits
     fixed         any field of `Plan` but passes, your own schedule, "l2l" and grad_sync=None: a
                   value, or a list of values to try. By default these are tried: all dp, tp, pp and
                   micro-batch sizes with the right products, every schedule of a pipeline, virtual
@@ -151,8 +152,7 @@ class Search:
         self.fits = SPARE * self.memory <= memory_limit
         # Simulate plans that may fit, fastest estimate first. If none of the first ones fits, those
         # that fit by their estimate; if none of these does either, those that need least memory.
-        over = LIKELY if len(plans) <= FEW else SPARE
-        over = OVER if len(plans) <= 3 * top else over  # no plan is left out for its estimate
+        over = OVER if len(plans) <= 3 * top else LIKELY if len(plans) <= FEW else SPARE
         likely = np.flatnonzero(self.memory <= over * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
@@ -160,7 +160,8 @@ class Search:
             self._simulate(by_time[self.fits[by_time]], top)
         if not self._one_fits():
             least = np.argsort(self.memory, kind="stable")
-            near = int((self.memory <= OVER * memory_limit).sum())
+            most = max(memory_limit, self.memory.min() * (over == OVER))
+            near = int((self.memory <= OVER * most).sum())
             self._simulate(least, 1, min(max(near, 1), NEAR))
         if not self._one_fits():
             raise words.what_helps(self)
@@ -180,18 +181,20 @@ class Search:
 
     def _simulate(self, order: np.ndarray, top: int, most: int = 0) -> None:
         """Simulate the first plans in this order, ``most`` of them or the larger of three times
-        ``top`` and `NEAR`, until ``top`` fit or no faster one is to be expected. Plans that take
-        seconds to compile come last, and only if no other fits.
+        ``top`` and `NEAR`, that may be the fastest, until ``top`` fit. Plans that take seconds to
+        compile come last, and only if no other fits.
         """
         fitting, fastest, exhaustive = 0, np.inf, len(order) <= top
+        work = self.terms["compute"] + self.terms["recompute"]
+        least = np.maximum(self.closed - UNSURE * (self.closed - work), self.closed / BEHIND)
         plans = {at: self.plans[at] for at in order[: most or max(3 * top, NEAR)].tolist()}
         rows = {at: rows_of_a_pipeline(self.model, plan) for at, plan in plans.items()}
         slow = {at for at, plan in plans.items() if rows[at] > LARGE and not folds(plan)}
         for at in sorted(plans, key=slow.__contains__):
             if fitting == top or (fitting and at in slow):
                 return
-            if not exhaustive and fitting >= AT_LEAST and self.closed[at] > BEHIND * fastest:
-                return
+            if not exhaustive and fitting >= AT_LEAST and least[at] > fastest:
+                continue
             totals = Totals(self.model, plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = totals.seconds(), totals.peak
             self.serial[at] = totals.seconds(overlap=False)

@@ -135,18 +135,15 @@ def what_helps(search: Any) -> ValueError:
 
 def without_overlap(search: Any) -> str:
     """How much slower the best plan is without overlap, and which fitting plan is fastest then."""
-    longer = search.serial[0] / search.simulated[0] - 1
+    longer = max(search.serial[0] / search.simulated[0] - 1, 0.0)
     text = f"Without any overlap this plan takes {search.serial[0]:.4g} s ({100 * longer:+.0f} %)"
     at = int(np.where(search.fits, search.serial, np.inf).argmin())
     if at == 0:
         return f"{text}, and no other plan is faster without overlap."
-    is_simulated = np.isfinite(search.simulated[at])
-    with_it = search.simulated[at] if is_simulated else search.closed[at]
-    return (
-        f"{text}. The fastest plan without overlap is {brief(search.plans[at])}: "
-        f"it takes {search.serial[at]:.4g} s, and {with_it:.4g} s with overlap, "
-        f"{'simulated' if is_simulated else 'estimated'}."
-    )
+    how = "simulated" if np.isfinite(search.simulated[at]) else "estimated"
+    with_it = (search.simulated if how == "simulated" else search.closed)[at]
+    text += f". The fastest plan without overlap is {brief(search.plans[at])}: it takes "
+    return f"{text}{search.serial[at]:.4g} s, and {with_it:.4g} s with overlap, {how}."
 
 
 # ---- the summary in a notebook ------------------------------------------------------------------
@@ -159,7 +156,7 @@ def as_html(search: Any) -> str:
         f"<p>{html.escape(without_overlap(search))}</p>"
     )
     same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
-    shown = top[[name for name in search.settings if name not in same]].astype(str)
+    shown = top[[name for name in search.settings if name not in same]].map(str)
     for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
     shown["memory"] = list(map(in_bytes, top["memory"]))

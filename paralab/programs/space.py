@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.interpret.predict import check_cluster
 from paralab.parallel.schedules import SCHEDULES
 from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan, rules
@@ -119,7 +119,7 @@ def space(
         plans, rules_left = _sifted(plans.chosen(name, tried[name]), rules_left)
     if not len(plans):
         pins = ", ".join(f"{name}={value!r}" for name, value in pinned.items())
-        why = f"no legal plan of {model.layers} layers has dp*tp*pp = {devices} and "
+        why = f"no legal plan of {count_of(model.layers, 'layer')} has dp*tp*pp = {devices} and "
         why += f"dp*microbatches*microbatch_size = {global_batch}" + f" with {pins}" * bool(pins)
         legal = "fewer given settings, a global_batch with more divisors, or another number of "
         raise illegal("devices", devices, why, legal + "devices")
