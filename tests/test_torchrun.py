@@ -101,6 +101,8 @@ def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
 
         def program(context, jobs, changed=changed):
             [(model, plan, settings)] = jobs
+            blocks = [lambda spec: torch.nn.Linear(spec.hidden, spec.hidden) for _ in range(4)]
+            model = model.replace(block=blocks[context.rank])  # the same, elsewhere in memory
             context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
             own = {"plan": plan} | (changed if context.rank >= 2 else {})
             return in_turn(context, [(model, own.pop("plan"), settings | own)])
