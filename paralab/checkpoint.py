@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from math import prod
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def saving(
 
     Rank 0 locks the folder against other runs until the block ends. Another run may have saved
     there and ended since the caller checked the folder, so rank 0 checks it again. Ranks on other
-    machines must see what rank 0 has locked, as one checkpoint has the files of all ranks.
+    machines must see what rank 0 writes there, as one checkpoint has the files of all ranks.
     """
 
     def save_if_due(done: int) -> None:
@@ -86,10 +87,11 @@ def saving(
             if folder is not None and len(set(trainer.context.nodes)) > 1:
                 trainer.grid.world.barrier(phase="setup")
                 Path(folder).mkdir(parents=True, exist_ok=True)  # this asks a file server anew
-                sees = _gathered(Path(folder, checkpoints.LOCK).exists())
-                if not all(sees):
-                    blind = rank_names([rank for rank, sees_it in enumerate(sees) if not sees_it])
-                    why = f"{blind} cannot see in it what rank 0 writes there"
+                with NamedTemporaryFile(dir=folder, prefix=checkpoints.SCRATCH) as mark:
+                    marks = _gathered(mark.name)  # new, so that no machine remembers it
+                    sees = _gathered(Path(folder, Path(marks[0]).name).exists())
+                if blind := [rank for rank, sees_it in enumerate(sees) if not sees_it]:
+                    why = f"{rank_names(blind)} cannot see in it what rank 0 writes there"
                     raise illegal("save", folder, why, "a folder that all machines share")
         except ValueError as error:
             raise Refused(str(error)) from None

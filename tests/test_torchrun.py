@@ -28,6 +28,7 @@ from paralab.ranks import torchrun
 from paralab.ranks.errors import RankError
 from paralab.ranks.process import Chosen, joined
 from paralab.ranks.torchrun import torchrun_context
+from paralab.report import checkpoints
 from patience import HANG_S
 from together import in_turn, reports
 
@@ -66,12 +67,13 @@ def agents(*at_node: list[str]) -> str:
 def test_the_parts_merge_into_the_report_that_one_machine_would_give(tmp_path, text, run):
     """And bytes between machines are told from bytes inside; clock offsets are stated."""
     words = ["-m", "paralab", "run", *SHAPE, "--dp=3", "--steps=3", f"--data={text}"]
-    words.append(f"--out={tmp_path / 'parts'}")
+    words += [f"--out={tmp_path / 'parts'}", f"--checkpoint={tmp_path / 'shared'}"]
     said = agents(*[[f"--nproc-per-node={n}", *words] for n in (2, 1)])
     assert "[rank 0]   pl.load" in said and said.count("pl.load") == 1
     merged = pl.load(tmp_path / "parts")
     here = run(MODEL, pl.Plan(dp=3, microbatch_size=2), steps=3, optimizer="sgd")
     assert merged.plan == here.plan and merged.model == here.model
+    assert {f.name for f in (tmp_path / "shared").iterdir()} == {".lock", "latest", "step-00000003"}
     np.testing.assert_array_equal(merged.losses, here.losses)
     columns = ["call", "rank", "step", "op", "axis", "payload_bytes", "wire_bytes"]
     ours, theirs = (r.collectives.query("phase == 'grad_sync'") for r in (here, merged))
@@ -86,17 +88,21 @@ def test_the_parts_merge_into_the_report_that_one_machine_would_give(tmp_path, t
 
 
 def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
-    other, own = tmp_path / "other.txt", str(tmp_path / "a disk of its own")
+    other, own = tmp_path / "other.txt", tmp_path / "a disk of its own"
     other.write_text("x" * 5000)
+    own.mkdir()
+    (own / checkpoints.LOCK).touch()  # of an earlier run
     for what, changed in (
         (r"failed: rank \d was started with another model, plan, settings or", {"lr": 0.2}),
         (r"failed: rank \d was started with another model, plan, ", {"plan": pl.Plan(dp=2, pp=2)}),
         (r"failed: rank \d reads another text than rank", {"data": other}),
-        ("^save='.*': ranks 2, 3 cannot see in it what rank 0 writes there; leg", {"save": own}),
+        ("^save='.*': ranks 2, 3 cannot see in it what rank 0 writes there; l", {"save": str(own)}),
     ):
 
         def program(context, jobs, changed=changed):
             [(model, plan, settings)] = jobs
+            blocks = [lambda spec: torch.nn.Linear(spec.hidden, spec.hidden) for _ in range(4)]
+            model = model.replace(block=blocks[context.rank])  # the same, elsewhere in memory
             context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
             own = {"plan": plan} | (changed if context.rank >= 2 else {})
             return in_turn(context, [(model, own.pop("plan"), settings | own)])

@@ -27,12 +27,9 @@ def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
     nodes, first, me = group.context.nodes, group.ranks[0], group.context.rank
     if len(set(nodes)) == 1:
         return 0.0, 0.0
-    if me == first:
-        for other in group.ranks[1:]:
-            _ask(group, other, rounds)
-        best = _message(group, 0.0, 0.0)
-    else:
-        best = _answer(group, first, rounds)
+    for other in group.ranks[1:] if me == first else ():
+        _ask(group, other, rounds)
+    best = _message(group, 0.0, 0.0) if me == first else _answer(group, first, rounds)
     every = best.new_empty(2 * len(group.ranks))
     group.all_gather(every, best, phase="setup").wait()
     rows = zip(group.ranks, every.view(-1, 2).tolist(), strict=True)

@@ -209,7 +209,7 @@ def train(
     facts["clips"] = settings.get("clip_norm") is not None
     facts["optimizer"] = settings.get("optimizer", "adamw")
     help_with = functools.partial(advice, model, plan, **facts)
-    settings_of_all = {  # equal on all ranks; paths may differ, but not the files' contents
+    of_all = {  # equal on all ranks; paths may differ, but not the files' contents
         **settings,
         "memory_limit": memory_limit,
         "steps": steps,
@@ -218,7 +218,7 @@ def train(
         "save": (save is None, save_every),
         "resume": resume and Path(resume).name,
     }
-    every = [__version__, model, plan.to_dict(), sorted(settings_of_all.items()), plan.actions()]
+    every = [__version__, model.to_dict(), plan.to_dict(), sorted(of_all.items()), plan.actions()]
     losses = []
     ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
     with contextlib.ExitStack() as ledger_on:

@@ -56,7 +56,7 @@ _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safeten
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
 _KINDS: dict[str, Any] = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int)
 _KINDS |= dict(data=str, clip_norm=(float, NoneType))
-_SCRATCH, _REMOVED = ".saving-", ".removed-"
+SCRATCH, _REMOVED = ".saving-", ".removed-"
 _LEGAL = "a folder into which a run saved checkpoints, or None for a run from the start"
 
 
@@ -320,7 +320,7 @@ def locked(folder: Path) -> Iterator[Callable[[], bool]]:
 
 def scratch(folder: Path, step: int) -> Path:
     """The folder into which the checkpoint of ``step`` is written before it is published."""
-    return folder / f"{_SCRATCH}{_name(step)}"
+    return folder / f"{SCRATCH}{_name(step)}"
 
 
 def sweep(folder: Path) -> None:
@@ -334,7 +334,7 @@ def sweep(folder: Path) -> None:
             removed = entry.with_name(f"{_REMOVED}{entry.name}")
             shutil.rmtree(removed, ignore_errors=True)
             entry = entry.rename(removed)  # so that half a checkpoint never has a checkpoint's name
-        if entry.name.startswith((_SCRATCH, _REMOVED)):
+        if entry.name.startswith((SCRATCH, _REMOVED)):
             if entry.is_file():
                 entry.unlink(missing_ok=True)
             else:
@@ -357,7 +357,7 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
         name = f"{_name(step)}.{copies}"
     os.rename(written, folder / name)
     _sync(folder)
-    new_latest = folder / f"{_SCRATCH}{LATEST}"
+    new_latest = folder / f"{SCRATCH}{LATEST}"
     _write(new_latest, "\n".join([name, *earlier][:KEPT]) + "\n")
     os.replace(new_latest, folder / LATEST)
     _sync(folder)
