@@ -161,12 +161,13 @@ def test_a_group_of_more_ranks_than_are_observed_is_refused():
 
 # ---- threads -----------------------------------------------------------------------------------
 def sums_on_a_thread():
-    """A thread sums numbers while the first one trains alone."""
+    """A thread sums what a frozen module makes while the first one trains alone."""
+    model = nn.PReLU().requires_grad_(False)
     group = dist.new_group(group_desc="metrics")
 
     def sums():
         for _ in range(150):
-            dist.all_reduce(torch.ones(20_000), group=group)
+            dist.all_reduce(model(torch.ones(20_000)), group=group)
 
     thread = threading.Thread(target=sums)
     x = torch.randn(256, 512)
