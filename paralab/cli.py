@@ -220,12 +220,9 @@ def make_parser() -> argparse.ArgumentParser:
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
     _add_out(observe, "parts")
-    text = "SCRIPT is the name of a module, as in python -m"
-    observe.add_argument("-m", action="store_true", help=text)
+    observe.add_argument("-m", action="store_true", help="SCRIPT names a module, as in python -m")
     observe.add_argument("script", metavar="SCRIPT")
-    own = observe.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
-    )
+    own = observe.add_argument("arguments", nargs="...", help="arguments of the script")
     own.required = False  # a script may have no arguments
     _add_files(observe, *FILES)
     show = add("show", _show, "print a saved report, or a torchrun job's folder", plan=False)

@@ -51,13 +51,11 @@ UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: wh
     "torch dispatch mode present": "counting bytes takes a dispatch mode, in which torch.compile "
     "with fullgraph=True refuses to work",
 }
+_observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
 class Module(str):
     """The name of a module that is run as by ``python -m``, in place of a script's path."""
-
-
-_observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
 def observe(
@@ -293,14 +291,13 @@ def _script(context: Any, path: Path | Module, *args: Any) -> dict[str, Any]:
     sys.argv[:] = [str(path), *map(str, args)]
     sys.path.insert(0, os.getcwd() if isinstance(path, Module) else str(path.parent))
     try:
-        if isinstance(path, Module):
-            try:
-                runpy._get_module_details(path, Refused)
-            except Refused as error:
-                legal = "-m and the name of a module, as in python -m"
-                raise Refused(str(illegal("module", str(path), str(error), legal))) from None
-            return runpy.run_module(path, run_name="__main__", alter_sys=True)
-        return runpy.run_path(str(path), run_name="__main__")
+        if not isinstance(path, Module):
+            return runpy.run_path(str(path), run_name="__main__")
+        runpy._get_module_details(path, Refused)
+        return runpy.run_module(path, run_name="__main__", alter_sys=True)
+    except Refused as error:
+        legal = "-m and the name of a module, as in python -m"
+        raise Refused(str(illegal("module", str(path), str(error), legal))) from None
     except SystemExit as error:
         if error.code not in (None, 0):
             raise

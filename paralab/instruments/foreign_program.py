@@ -67,9 +67,7 @@ class Program:
 
     # ---- modules and parameters -----------------------------------------------------------------
     def meet(self, module: Any) -> list[Tensor]:
-        """The parameters and buffers of a module at its first call; at later calls none. Those of
-        a lazy module have sizes after a call, and count from the next one on.
-        """
+        """A module's parameters and buffers at the first call that finds them with sizes."""
         if module in self.met or any(map(is_lazy, found := list(_at_rest(module)))):
             return []
         self.met.add(module)
