@@ -215,15 +215,14 @@ def make_parser() -> argparse.ArgumentParser:
         "run your own PyTorch script and see its time, bytes and memory",
         OBSERVE_OPTIONS,
         plan=False,
-        usage="%(prog)s [options] SCRIPT [its arguments]",
+        usage="%(prog)s [options] [-m] SCRIPT [its arguments]",
         epilog="Under torchrun every rank writes its part of the report: "
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
     _add_out(observe, "parts")
+    observe.add_argument("-m", action="store_true", help="SCRIPT names a module, as in python -m")
     observe.add_argument("script", metavar="SCRIPT")
-    own = observe.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
-    )
+    own = observe.add_argument("arguments", nargs="...", help="arguments of the script")
     own.required = False  # a script may have no arguments
     _add_files(observe, *FILES)
     show = add("show", _show, "print a saved report, or a torchrun job's folder", plan=False)
@@ -382,12 +381,15 @@ def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> 
 def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     settings = settings_of(given, *given.own)
     why = "this process is one rank, and torchrun decides this"
+    program = given.script
+    if given.m:
+        program, given.script = observing.Module(program), program.replace(".", "/") + ".py"
     _check_files(given)
     folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
         under_torchrun = observing.observe_under_torchrun
-        return under_torchrun(given.script, given.arguments, folder=folder, **settings)
-    report = observing.observe(given.script, args=given.arguments, live=True, **settings)
+        return under_torchrun(program, given.arguments, folder=folder, **settings)
+    report = observing.observe(program, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
     print(report.explain())

@@ -7,7 +7,7 @@
         for batch in batches: ...
     seen.memory_chart()
 
-    paralab observe --ranks 4 train.py --lr 0.1                   # a script, unchanged
+    paralab observe --ranks 4 train.py --lr 0.1                   # a script, unchanged; or -m NAME
     torchrun --nproc-per-node 2 -m paralab observe train.py       # one part per rank, for pl.load
 
 A step ends where an optimizer's ``step`` ends, or where the program calls `step`. The docstring of
@@ -33,6 +33,7 @@ from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program
 from paralab.ranks.ending import ending
 from paralab.ranks.errors import OutOfMemory
+from paralab.ranks.failure import Refused
 from paralab.report.report import Report
 from paralab.report.storage import check_part, save_part
 from paralab.spec import Plan
@@ -51,6 +52,10 @@ UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: wh
     "with fullgraph=True refuses to work",
 }
 _observers: list[Any] = []  # those that are active; the last one is the innermost
+
+
+class Module(str):
+    """The name of a module that is run as by ``python -m``, in place of a script's path."""
 
 
 def observe(
@@ -104,7 +109,7 @@ def observe(
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     program = fn if callable(fn) else _script_file(fn)
-    if program is not fn:  # a script, which finds its GPUs untouched: it may choose what it sees
+    if not callable(fn):  # a script, which finds its GPUs untouched: it may choose what it sees
         launch["device"] = launch.get("device") or "cpu"
     on_rank = functools.partial(_on_rank, program, places(ranks, nodes), settings)
     parts = launch_program(on_rank, ranks, args, fn=program, any_tensor=True, **launch)
@@ -112,7 +117,7 @@ def observe(
 
 
 def _name(program: Any) -> str:
-    return program.name if isinstance(program, Path) else name_of(program)
+    return name_of(program) if callable(program) else getattr(program, "name", program)
 
 
 def step() -> None:
@@ -141,7 +146,7 @@ def observe_under_torchrun(
 
 
 def _observe_rank(
-    context: Any, script: Path, args: Sequence[str], folder: str, settings: dict[str, Any]
+    context: Any, script: Path | Module, args: Sequence[str], folder: str, settings: dict[str, Any]
 ) -> None:
     from paralab.comm import everyone
     from paralab.instruments.clocks import measure_offset
@@ -156,9 +161,9 @@ def _observe_rank(
         if os.getpid() != own:  # this is a process that the program has forked, at its end
             sys.stdout.flush()
             os._exit(0)
-        part = _part(observer, context, None, script.name)
+        part = _part(observer, context, None, _name(script))
     part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
-    meta = _meta(script.name) | part.pop("meta") | shared
+    meta = _meta(_name(script)) | part.pop("meta") | shared
     save_part(Path(folder), part, model=None, plan=Plan(dp=context.world_size), meta=meta)
 
 
@@ -168,7 +173,9 @@ def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]
     return {"marked": steps == "marked", "memory_steps": count}
 
 
-def _script_file(path: str | os.PathLike[str]) -> Path:
+def _script_file(path: str | os.PathLike[str]) -> Path | Module:
+    if isinstance(path, Module):  # only a rank finds it, as to look into a package imports that
+        return path
     legal = "a function, the path of a Python file, or None to observe this process"
     script = checks.path("fn", path, legal)
     if not script.is_file():
@@ -253,7 +260,7 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
         raise illegal("init_process_group", "called again", why, legal) from error
 
 
-def _launched_script(context: Any, path: Path, *args: Any) -> None:
+def _launched_script(context: Any, path: Path | Module, *args: Any) -> None:
     """The script in a launched rank, with the store of a torchrun job."""
     __tracebackhide__ = True
     import torch.distributed as dist
@@ -271,20 +278,26 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
         _names = _script(context, path, *args)  # alive until the end, as a script's globals are
 
 
-def _script(context: Any, path: Path, *args: Any) -> dict[str, Any]:
-    """Run a script as ``python path args`` does; it makes its process group itself. Returns its
-    global names, after ``sys.exit(0)`` none.
+def _script(context: Any, path: Path | Module, *args: Any) -> dict[str, Any]:
+    """Run a script as ``python path args`` does, or ``python -m``; it makes its process group
+    itself. Returns its global names, after ``sys.exit(0)`` none.
     """
     __tracebackhide__ = True
-    import runpy
+    import runpy  # of it pdb, too, uses the function that says what cannot be found
 
     import torch.distributed as dist
 
     dist.destroy_process_group()
     sys.argv[:] = [str(path), *map(str, args)]
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, os.getcwd() if isinstance(path, Module) else str(path.parent))
     try:
-        return runpy.run_path(str(path), run_name="__main__")
+        if not isinstance(path, Module):
+            return runpy.run_path(str(path), run_name="__main__")
+        runpy._get_module_details(path, Refused)
+        return runpy.run_module(path, run_name="__main__", alter_sys=True)
+    except Refused as error:
+        legal = "-m and the name of a module, as in python -m"
+        raise Refused(str(illegal("module", str(path), str(error), legal))) from None
     except SystemExit as error:
         if error.code not in (None, 0):
             raise

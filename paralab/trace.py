@@ -96,15 +96,9 @@ def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dic
     import torch
 
     facts = {"device": owner.device, "nodes": list(owner.nodes), "torch": str(torch.__version__)}
-    return {
-        "rank": owner.rank,
-        "clock_offset": 0.0,  # one machine, one clock
-        "clock_uncertainty": 0.0,
-        **tables,
-        "losses": [],
-        "result": _plain(result),
-        "meta": facts | meta,
-    }
+    clock = dict.fromkeys(("clock_offset", "clock_uncertainty"), 0.0)  # one machine, one clock
+    own = {"rank": owner.rank, "losses": [], "result": _plain(result), "meta": facts | meta}
+    return {**clock, **tables, **own}
 
 
 def _program(
@@ -147,11 +141,9 @@ def _plain(value: Any) -> Any:
         return dict(zip(value, _plain(list(value.values())), strict=True))
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
         value = tuple(value)  # a torch.Size, or what torch.max returns: unpickling it takes torch
-    kind, rebuild = type(value), None
-    if kind in (list, tuple):
-        rebuild = kind
-    elif isinstance(value, tuple):
-        rebuild = getattr(kind, "_make", None)  # a named tuple has it
+    kind = type(value)
+    named = getattr(kind, "_make", None) if isinstance(value, tuple) else None
+    rebuild = kind if kind in (list, tuple) else named
     if rebuild is None or PLAIN.issuperset(map(type, value)):
         return value
     return rebuild(map(_plain, value))

@@ -603,6 +603,37 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
     assert found == {"log": "hello", "thread": "x", "pool": "x", **late}
 
 
+MODULE = """
+import sys
+from pathlib import Path
+from . import model
+
+assert __package__ == __spec__.name.partition(".")[0] == "own" and "__main__" == __name__
+assert sys.modules["__main__"].__dict__ is globals() and sys.path[0] == str(Path.cwd())
+print(sys.argv == [__file__, "--ranks", "7", "-m", "--", "--html"])
+model.layer(model.ones)
+"""
+
+
+@pytest.mark.parametrize("name", ["own", "own.train"])
+def test_a_module_is_observed_by_its_name(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (own := tmp_path / "own").mkdir()
+    (own / "model.py").write_text(
+        "import torch\nlayer, ones = torch.nn.Linear(4, 4), torch.ones(4)"
+    )
+    file = own / ("train.py" if "." in name else "__main__.py")
+    file.write_text(MODULE)
+    words = ["observe", "--ranks", "1", "-m", name, "--ranks", "7", "-m", "--", "--html"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "[rank 0] True" in said and f"(measured, {name} on 1 rank, 0 collectives)" in said
+    why = "module='own.none': No module named own.none; legal: -m and the name"
+    assert why in shell_refuses(capsys, "observe", "--ranks", "1", "-m", "own.none")
+    why = "own/train.py': this file is the script itself"
+    assert why in shell_refuses(capsys, "observe", "--save", "own/train.py", "-m", "own.train")
+
+
 def torchrun(*words):
     """What it does once it has read its options, with ranks that are forked: torch is loaded."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -614,12 +645,13 @@ def torchrun(*words):
     return elastic_launch(config, cli.main)(words)
 
 
-def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("program", [("train.py",), ("-m", "train")])
+def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, capsys, program):
     """With interpreters of their own they run in test_torchrun.py."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "train.py").write_text("import os\nos.chdir('elsewhere')" + SCRIPT)
     monkeypatch.chdir(tmp_path)
-    assert pl.launch(torchrun, 1, ("observe", "train.py", "4", "0")) == [{0: 0, 1: 0}]
+    assert pl.launch(torchrun, 1, ("observe", *program, "4", "0")) == [{0: 0, 1: 0}]
     report = pl.load(tmp_path / "parts")
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())

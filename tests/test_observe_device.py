@@ -28,7 +28,7 @@ import paralab as pl
 import virtual_cuda
 from paralab import observing
 from paralab.instruments import foreign_calls, marks
-from paralab.instruments.foreign_calls import Calls, has_unequal_parts
+from paralab.instruments.foreign_calls import Calls, is_uneven
 from paralab.instruments.foreign_hooks import stand_before
 from paralab.instruments.marks import clock_of
 from paralab.launch import launch_program
@@ -577,7 +577,7 @@ def test_a_gather_of_unequal_parts_is_known():
             for parts in ([torch.ones(3), torch.ones(4)], [own, own]):
                 with contextlib.suppress(Exception):  # nothing is gathered
                     dist.all_gather(parts, own)
-        return [has_unequal_parts(given) for given in found]
+        return [is_uneven(given) for given in found]
 
     assert pl.launch(gathers, 2, device="cpu") == [[True, False]] * 2
 

@@ -161,12 +161,13 @@ def test_a_group_of_more_ranks_than_are_observed_is_refused():
 
 # ---- threads -----------------------------------------------------------------------------------
 def sums_on_a_thread():
-    """A thread sums numbers while the first one trains alone."""
+    """A thread sums what a frozen module makes while the first one trains alone."""
+    model = nn.PReLU().requires_grad_(False)
     group = dist.new_group(group_desc="metrics")
 
     def sums():
         for _ in range(150):
-            dist.all_reduce(torch.ones(20_000), group=group)
+            dist.all_reduce(model(torch.ones(20_000)), group=group)
 
     thread = threading.Thread(target=sums)
     x = torch.randn(256, 512)
@@ -747,14 +748,19 @@ def plain_weights():
     return sum(weight.nbytes for weight in made)
 
 
-def infers():
+def infers(lazily):
+    model = nn.LazyLinear(256) if lazily else layers(1)
     with torch.no_grad():
-        layers(1)(torch.ones(1, 256))
+        for _ in range(1 + lazily):
+            model(torch.ones(1, 256))
 
 
-def test_the_parameters_are_known_when_the_first_forward_begins():
-    held = seen(infers, 1, memory_steps=1).memory
-    begin = held[held["time"] == held["time"].min()].set_index("category")["bytes"]
+@pytest.mark.parametrize("lazily", [False, True])
+def test_the_parameters_are_known_when_the_first_forward_that_finds_them_begins(lazily):
+    held = seen(infers, 1, (lazily,), memory_steps=1).memory
+    known = held["time"][held["category"] == "parameters"].min()
+    assert (known == held["time"].min()) is not lazily
+    begin = held[held["time"] == known].set_index("category")["bytes"]
     assert begin["parameters"] == 4 * (256 * 256 + 256) and begin["other"] == 4 * 256
 
 

@@ -115,7 +115,8 @@ class Observer(Program):
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
         if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
-            self.about["threads"] = torch.is_grad_enabled() and of_python()
+            trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+            self.about["threads"] = trains and of_python()
         return UNSEEN if inner or not self._watches() else self._outer_forward(module)
 
     @contextlib.contextmanager

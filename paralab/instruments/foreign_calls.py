@@ -164,7 +164,7 @@ def carried(args: Any) -> list[Tensor]:
     return list(chain.from_iterable(dense))
 
 
-def has_unequal_parts(args: dict[str, Any]) -> bool:
+def is_uneven(args: dict[str, Any]) -> bool:
     """Whether an argument is a list of tensors, one per rank, that differ in shape."""
     lists = (inner for value in args.values() if isinstance(value, list) for inner in value)
     return any(isinstance(parts, list) and len({t.shape for t in parts}) > 1 for parts in lists)

@@ -42,14 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paralab.instruments.foreign_calls import (
-    CALLS,
-    Where,
-    carried,
-    has_unequal_parts,
-    is_control,
-    payload,
-)
+from paralab.instruments.foreign_calls import CALLS, Where, carried, is_control, is_uneven, payload
 from paralab.instruments.foreign_hooks import UNSEEN, around, stand_before
 from paralab.instruments.foreign_program import Program
 from paralab.theory.traffic import POINT_TO_POINT
@@ -129,7 +122,7 @@ class Flights:
             return result
         if of_program and "backward" in program.inside:
             self.backward_calls.add(span)
-        if gpu is not None and not where.gloo and has_unequal_parts(args):
+        if gpu is not None and not where.gloo and is_uneven(args):
             program.about["batches"] = True
         elif gpu is None or not where.gloo:
             with contextlib.suppress(RuntimeError):  # calls without a future: see [Note: ends]

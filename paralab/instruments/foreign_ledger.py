@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils import _python_dispatch as wrappers
 
 from paralab.instruments.foreign_hooks import untraced
 from paralab.instruments.ledger import UNNAMED, Ledger
@@ -84,7 +81,7 @@ class ForeignLedger(Ledger):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(map(wrappers.is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor handles it; the operations that it makes come here
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
@@ -193,7 +190,7 @@ def updated(optimizer: Any) -> Iterator[Tensor]:
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold a tensor's bytes: those inside a DTensor, say; of a fake one, none."""
-    if is_traceable_wrapper_subclass(tensor):
+    if wrappers.is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # a DTensor lists its mesh, too
             if isinstance(inner := getattr(tensor, name), Tensor):
                 yield from plain(inner)

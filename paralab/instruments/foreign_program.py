@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paralab.instruments.foreign_calls import Calls
@@ -66,13 +67,13 @@ class Program:
 
     # ---- modules and parameters -----------------------------------------------------------------
     def meet(self, module: Any) -> list[Tensor]:
-        """The parameters and buffers of a module at its first call; at later calls none."""
-        if module in self.met:
+        """A module's parameters and buffers at the first call that finds them with sizes."""
+        if module in self.met or any(map(is_lazy, found := list(_at_rest(module)))):
             return []
         self.met.add(module)
         kinds = set(self.about["modules"]).union(*map(_kinds, module.modules()))
         self.about["modules"] = sorted(WRAPPERS & kinds)
-        return list(_at_rest(module))
+        return found
 
     def describe(self) -> None:
         """Describe the modules' parameters; called at moments when FSDP2 has gathered none. FSDP1

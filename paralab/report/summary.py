@@ -98,11 +98,8 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
 def _of_copies(report: Tables, shares: Mapping[str, float], n: int) -> Iterable[Row]:
     unit = "MB" + " per rank" * (report.world_size > 1)
     sizes = copied(report, "link").set_index("link")["bytes"]
-    for name, links in (
-        ("host to device", WAYS[:1]),
-        ("device to host", WAYS[1:2]),
-        ("disk, read and written", WAYS[2:]),
-    ):
+    names = ("host to device", "device to host", "disk, read and written")
+    for name, links in zip(names, (WAYS[:1], WAYS[1:2], WAYS[2:]), strict=True):
         if size := sum(sizes.get(link, 0) for link in links):
             yield f"{name} per step", float(size) / n / 1e6, unit
     if report.spans["lane"].eq("host").any():
