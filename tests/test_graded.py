@@ -132,7 +132,7 @@ def test_what_an_answer_needs_is_run_however_cells_define_it(tmp_path, cells):
 )
 def test_the_last_check_is_found_by_its_call(tmp_path, check):
     first = "import paralab as pl\npl.exercises.model_states.check(model_states, devices_needed)"
-    again = "def model_states(*_): return 1\n# pl.exercises.model_states.check(model_states)"
+    again = "def model_states(*_): 1\nmath = 0\n# pl.exercises.model_states.check(model_states)"
     path = notebook(tmp_path, pl.exercises.model_states.stub, first, ANSWER, check, again)
     assert is_right(path)
 

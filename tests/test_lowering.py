@@ -3,6 +3,7 @@
 from itertools import product
 
 import numpy as np
+import pytest
 
 import paralab as pl
 from lowered import Transfer, check_lowered, lower
@@ -81,9 +82,20 @@ def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
 def test_no_order_deadlocks_where_every_transfer_holds_up_both_ranks():
     for schedule in SOME:
         check_lowered(lower(schedule))
+
+
+@pytest.mark.parametrize(("rank", "at", "to", "said"), [  # a step of two-rank GPipe elsewhere
+    (1, 1, 0, "meets 1RECV_F1|meets 0SEND_F0"),  # by order alone taken for micro-batch 0
+    (0, 1, 0, "0SEND_F0 needs a send after its action"),
+    (1, 2, 0, "what 1F0 needs is not there yet"),
+    (1, 7, None, "rank 0 waits at 0RECV_B1, for rank 1"),
+])  # fmt: skip
+def test_lists_that_could_hang_are_found(rank, at, to, said):
     lists = lower(gpipe(2, 2))
-    lists[1].insert(0, lists[1].pop(1))  # by order alone micro-batch 1 would be taken for 0
-    refuses("meets", check_lowered, lists)
+    step = lists[rank].pop(at)
+    if to is not None:
+        lists[rank].insert(to, step)
+    refuses(said, check_lowered, lists)
 
 
 def test_a_result_leaves_before_its_rank_computes_on():

@@ -105,6 +105,7 @@ def test_clusters_survive_json_are_equal_by_value_and_say_what_is_wrong():
     refuses(lambda: cluster.replace(flops=0), "flops", 0)
     refuses(lambda: cluster.replace(intra="fast"), "intra", "fast")
     refuses(lambda: cluster.replace(collectives=None), "collectives", None)
+    refuses(lambda: cluster.replace(products={"fp31": (1, 1, 1)}), "products", "fp31")
     refuses(lambda: pl.Link(alpha=-1, bandwidth=1), "alpha", -1)
 
 

@@ -212,3 +212,4 @@ def test_live_activations_refuse_what_has_none():
     two, three = schedules.gpipe(2, 2), schedules.gpipe(3, 3)
     refuses("differ in their numbers of ranks", view.live_activations, two, three)
     refuses("labels", view.live_activations, two, labels=["a", "b"])
+    refuses("step", view.live_activations, predicted(), step=7)

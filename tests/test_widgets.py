@@ -164,6 +164,9 @@ def test_the_repr_says_the_settings_and_nothing_of_the_machine():
 NO_HOST = CLUSTER.replace(host_bandwidth=None)
 OWN = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_stages: [])
 WRONG = [
+    ("memory", {"model": "gpt"}, "model='gpt': not a model description; legal: a pl.ModelSpec"),
+    ("zero", {"plan": 3}, "plan=3: not a plan"),
+    ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
     ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
     ("memory", {"device": {"a GPU": "x"}}, "device='x': not a number of bytes"),
     ("zero", {"plan": pl.Plan(pp=2)}, "pp=2.*legal: 1"),
