@@ -354,7 +354,7 @@ def test_losers_have_the_other_choices_and_a_reason(small):
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
+    ({"memory": 50_000}, "none .* in 50 kB: the smallest of 3 compiled ones needs .*legal: "),
     ({"memory": 1, "model": SMALL, "devices": 1, "global_batch": 2, "recompute": "none",
       "offload": None}, r"none of 2 plans .* smallest needs 54\.1 MB .*pp=1 m=1 b=2"),
     ({"batch_size": 3}, "batch_size=3: a plan has no such field"),

@@ -159,10 +159,9 @@ class Search:
         if not self._one_fits():
             self._simulate(by_time[self.fits[by_time]], top)
         if not self._one_fits():
-            least = np.argsort(self.memory, kind="stable")
             most = max(memory_limit, self.memory.min() * (over == OVER))
-            near = int((self.memory <= OVER * most).sum())
-            self._simulate(least, 1, min(max(near, 1), NEAR))
+            near = np.clip((self.memory <= OVER * most).sum(), AT_LEAST, NEAR)
+            self._simulate(np.argsort(self.memory, kind="stable"), 1, int(near))
         if not self._one_fits():
             raise words.what_helps(self)
         # Order: plans that fit, of these the simulated ones first, each by time; then the others.

@@ -118,7 +118,8 @@ def _largest(search: Any, at: int) -> str:
 
 def what_helps(search: Any) -> ValueError:
     """The error if no plan fits: the smallest memory that one needs, and what would reduce it."""
-    needs = np.where(np.isfinite(search.simulated), search.memory, np.inf)
+    compiled = np.isfinite(search.simulated)
+    needs = np.where(compiled, search.memory, np.inf)
     at = int(needs.argmin())
     plan, need, room = search.plans[at], in_bytes(search.memory[at]), in_bytes(search.memory_limit)
     pinned = [name for name in reversed(search.settings) if name in search.pinned]
@@ -128,7 +129,8 @@ def what_helps(search: Any) -> ValueError:
     if search.cluster.host is None:
         helps.append("a cluster that states its host's link and bandwidth, for offload")
     helps += ["precision='bf16'"] * (plan.precision == "fp32")
-    why = f"none of {len(search.plans):,} plans fits in {room}: the smallest needs {need} "
+    some = f" of {compiled.sum()} compiled ones" * (not compiled.all())
+    why = f"none of {len(needs):,} plans fits in {room}: the smallest{some} needs {need} "
     why += f"({brief(plan)}), {_largest(search, at)}"
     return illegal("memory", search.memory_limit, why, "; or ".join(helps))
 
