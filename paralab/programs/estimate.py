@@ -154,10 +154,9 @@ class Estimate:
 
     def calls(self, work: Array) -> Array:
         """Seconds of a rank's own time that a call takes, with ``work`` seconds after its wait."""
-        slower = (
-            self.cluster.wait_overhead * work / np.maximum(work + self.cluster.wait_work, 1e-30)
-        )
-        return (self.space.dp > 1) * (self.cluster.call_overhead + slower)  # as in resumed.py
+        c = self.cluster
+        slower = c.wait_overhead * work / np.maximum(work + c.wait_work, 1e-30)
+        return (self.space.dp > 1) * (c.call_overhead + slower)  # as in resumed.py
 
     def tier(self, lane: str) -> Seconds:
         """Seconds of a copy by its bytes, over a link between tiers: "h2d", "d2h" or "disk"."""
@@ -229,9 +228,8 @@ class Estimate:
         message = message / np.where(parts, tp, 1)
         crossings = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
         pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
-        within, across = (
-            self.cluster.ways("send", pair)["direct"].seconds(message) + gather for pair in pairs
-        )
+        ways = (self.cluster.ways("send", pair)["direct"] for pair in pairs)
+        within, across = (way.seconds(message) + gather for way in ways)
         hops = 2 * ((p - 1 - crossings) * within + crossings * across)
         each = hops / (2 * np.maximum(p - 1, 1))
         v_hops = 2 * each * (p * self.v - 1)
@@ -336,9 +334,8 @@ class Estimate:
         down = gradients_down + moves * download(message)
         lanes = [down, moves * upload(message), file_lane, host_lane]
         block = self.parts.block
-        moved = together(lanes, overlap)
         hiding = self.m * self.blocks * (block.backward + block.weight + block.recompute)
-        return (states > 0) * update + np.maximum(moved - overlap * hiding, 0.0)
+        return (states > 0) * update + np.maximum(together(lanes, overlap) - overlap * hiding, 0.0)
 
 
 def together(lanes: Sequence[Array], overlap: bool) -> Array:

@@ -25,7 +25,7 @@ from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan, rules
 from paralab.spec.cluster import Cluster
 from paralab.spec.plan import MANY
 from paralab.spec.rules import NONE
-from paralab.spec.settings import Coded, Columns
+from paralab.spec.settings import Coded, Columns, Settings
 
 MOST = 4_000_000  # candidates at a time; they take seconds, and a gigabyte
 TRIED = {  # values tried, in the order in which fields are chosen; counts are tried by divisors
@@ -42,11 +42,7 @@ TRIED = {  # values tried, in the order in which fields are chosen; counts are t
 NEEDLESS = (
     ("schedule", "1f1b", lambda s: s.pp == 1),
     ("zero_stage", 0, lambda s: (s.offload == NONE) & (s.dp == 1)),
-    (
-        "zero_stage",
-        1,
-        lambda s: (s.offload == NONE) & (s.dp > 1) & (s.pp > 1) & (s.zero_stage == 2),
-    ),
+    ("zero_stage", 1, lambda s: (s.offload == NONE) & (s.pp > 1) & (s.zero_stage == 2)),
 )
 
 
@@ -62,9 +58,8 @@ class Space(Columns):
     def column(self, name: str) -> np.ndarray:
         """The values of one field, one per plan."""
         column = getattr(self, name)
-        if isinstance(column, Coded):
-            return np.fromiter(column.values, object)[column.codes]
-        return column
+        coded = isinstance(column, Coded)
+        return np.fromiter(column.values, object)[column.codes] if coded else column
 
     def chosen(self, name: str, tried: tuple) -> Space:
         """Each of these plans with each value in ``tried`` of one more field."""
@@ -98,9 +93,7 @@ def space(
         *(rule.holds for rule in rules.RULES),
     ]
     rules_left += [
-        lambda s, field=field, plain=plain, idle=idle: rules.implies(
-            idle(s), getattr(s, field) == plain
-        )
+        lambda s, f=field, plain=plain, idle=idle: rules.implies(idle(s), getattr(s, f) == plain)
         for field, plain, idle in NEEDLESS
         if plain in tried[field]
     ]
@@ -110,31 +103,39 @@ def space(
         # large batch there would be too many plans to choose from.
         if name == "microbatches":
             wanted = global_batch // (plans.dp * plans.microbatch_size)
-            plans, rules_left = _sifted(plans.given(name, tried[name], wanted), rules_left)
-            continue
-        if len(plans) * len(tried[name]) > MOST:
+            candidates = plans.given(name, tried[name], wanted)
+        elif len(plans) * len(tried[name]) <= MOST:
+            candidates = plans.chosen(name, tried[name])
+        else:
             why = f"on {devices} devices there are more than {MOST:,} plans to search"
             legal = "one with fewer divisors, or some settings restricted, as in dp=[8, 16]"
             raise illegal("global_batch", global_batch, why, legal)
-        plans, rules_left = _sifted(plans.chosen(name, tried[name]), rules_left)
-    if not len(plans):
+        plans, rules_left, (at, holds) = _sifted(candidates, rules_left)
+        if len(plans):
+            continue
         pins = ", ".join(f"{name}={value!r}" for name, value in pinned.items())
         why = f"no legal plan of {count_of(model.layers, 'layer')} has dp*tp*pp = {devices} and "
         why += f"dp*microbatches*microbatch_size = {global_batch}" + f" with {pins}" * bool(pins)
+        broken = [rule for rule in rules.RULES if rule.holds is holds]
+        try:
+            rules.refuse(broken, Settings(candidates[at] if broken else Plan(), model))
+        except ValueError as refusal:
+            why += f"; the last one left breaks a rule: {refusal}"
         legal = "fewer given settings, a global_batch with more divisors, or another number of "
         raise illegal("devices", devices, why, legal + "devices")
     return plans
 
 
-def _sifted(plans: Space, rules_left: list) -> tuple[Space, list]:
-    """(plans that break no rule, rules with settings that are not chosen yet)."""
-    legal, undecided = np.ones(len(plans), bool), []
+def _sifted(plans: Space, rules_left: list) -> tuple[Space, list, tuple]:
+    """(legal plans, undecided rules, (position of a plan that the last rule took, that rule))."""
+    legal, undecided, last = np.ones(len(plans), bool), [], (0, None)
     for holds in rules_left:
+        last = (int(legal.argmax()), holds) if legal.any() else last
         try:
             legal &= holds(plans)
         except AttributeError:
             undecided.append(holds)
-    return plans.kept(legal), undecided
+    return plans.kept(legal), undecided, last
 
 
 def values(
@@ -145,9 +146,8 @@ def values(
     that cannot be estimated.
     """
     usual = {field.name: field.default for field in dataclasses.fields(Plan)}
-    for name in pinned:
-        if name not in usual:
-            raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
+    for name in (name for name in pinned if name not in usual):
+        raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):
@@ -168,8 +168,7 @@ def values(
 
 def as_values(name: str, pinned: Any) -> tuple:
     """The values pinned for a field, one value or a list of them, each checked as by `Plan`."""
-    if isinstance(pinned, np.ndarray):
-        pinned = list(np.atleast_1d(pinned))
+    pinned = list(np.atleast_1d(pinned)) if isinstance(pinned, np.ndarray) else pinned
     several = isinstance(pinned, (list, tuple, set, range)) and name != "passes"
     listed = list(pinned) if several else [pinned]
     if not listed:
