@@ -77,9 +77,9 @@ class Strict:
             before, theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
             why = "" if _in_order(theirs) == _in_order(calls)[::-1] else _why(calls + theirs)
             if before != self._numbers[ranks]:
-                collectives = count_of(self._numbers[ranks], "collective")
+                made = count_of(self._numbers[ranks], "collective")
                 why = (
-                    f"rank {self.rank} has made {collectives} of their group before, rank {peer} "
+                    f"before it rank {self.rank} made {made} of their group, rank {peer} made "
                     f"{before}: each waits forever in its first call that the other makes later"
                 )
             if why:

@@ -91,6 +91,19 @@ def test_data_parallelism_as_a_pass_is_the_built_in_form_instruction_by_instruct
     assert mine.codes == built_in.codes
 
 
+def unnamed(program):
+    code = my_sync(program).code
+    return program.replace(i._replace(unit=-1) if i.op == ALL_REDUCE else i for i in code)
+
+
+def test_a_call_that_names_no_unit_is_predicted_by_what_it_reads_and_writes():
+    mine, named = (
+        pl.predict(SPEC, pl.Plan(**LEFT, dp=2, passes=(one,)), pl.Cluster.preset("dgx-a100"))
+        for one in (unnamed, my_sync)
+    )
+    assert mine.collectives.equals(named.collectives)
+
+
 def fused(program):
     """Each unit is updated as soon as its gradient is summed, inside backward."""
     updates = {ins.unit: ins for ins in program.code if ins.op == UPDATE}

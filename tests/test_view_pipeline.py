@@ -94,12 +94,15 @@ def test_a_schedule_of_ones_own_has_one_name_before_and_after_a_report_was_saved
     def slow_start(pp, microbatches, *, warm_up):
         return schedules.gpipe(pp, microbatches)
 
-    report = predicted(partial(slow_start, warm_up=2), 2, 4)
+    own = partial(slow_start, warm_up=2)
+    report = predicted(own, 2, 4)
     assert report.plan.schedule_name == "own: slow_start"
     report.save(tmp_path / "report.json")
     loaded = pl.load(tmp_path / "report.json")
     assert report.timeline().finding == loaded.timeline().finding
     assert report.timeline().finding.startswith("slow_start, p=2, m=4: the bubble is ")
+    own.__name__ = "two_first"  # a name that its maker gave to the partial itself
+    assert report.plan.schedule_name == "own: two_first"
 
 
 def test_the_margin_has_every_ranks_idle_share():

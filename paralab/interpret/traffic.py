@@ -107,9 +107,9 @@ class Calls:
 
 def alike(pp: int, ins: Instr) -> tuple:
     """A key: equal for instructions, other than compute, with equal bytes and costs."""
-    values = ins.reads or ins.writes
-    kind = values[0][0] if values else ""
-    return pp, ins.op, ins.at, ins.unit, ins.lane, ins.peer, ins.phase, kind
+    value = (ins.reads or ins.writes or [("",)])[0]
+    what = value[0] if value[0].rpartition(".")[2] in STATES else value[:2]
+    return pp, ins.op, ins.at, ins.unit, ins.lane, ins.peer, ins.phase, what
 
 
 class Member:

@@ -23,8 +23,8 @@ BLOCK_FORM = (
 
 def name_of(function: Any) -> str:
     """The name of a user's function, also in a `functools.partial`; of another object its class."""
-    if isinstance(function, partial):
-        return name_of(function.func)
+    while isinstance(function, partial) and not hasattr(function, "__name__"):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
