@@ -146,8 +146,9 @@ def values(
     that cannot be estimated.
     """
     usual = {field.name: field.default for field in dataclasses.fields(Plan)}
-    for name in (name for name in pinned if name not in usual):
-        raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
+    for name in pinned:
+        if name not in usual:
+            raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):
