@@ -17,13 +17,13 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
     """Raise ``RankError`` if the ranks were not started with the same model, plan, settings and
     text, or ValueError if the learner's passes made other programs for the same pipeline rank.
 
-    what  the version, model, plan and settings of this rank, as text; "": do nothing
+    what  the version, model, plan and settings of this rank, as text
 
     Under torchrun each machine is started by its own command line and reads its own files. A pass
     runs in every process, where random numbers and the order of a set may differ.
     """
     context = group.context
-    if group.size == 1 or not what:
+    if group.size == 1:
         return
     plan, pp = program.plan, program.plan.place(context.rank).pp
     code = repr(program.codes[pp]) if plan.passes else ""  # without passes it follows from ``what``

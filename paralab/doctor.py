@@ -37,12 +37,6 @@ BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
 SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
-# A container's memory in `CGROUP`, in both versions of control groups: folder, limit, use, and what
-# of it are files that it can drop.
-CONTAINERS = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab")
 PACKAGES += ("cloudpickle", "safetensors", "tqdm")
 # {the most ranks that a lab starts at once: these labs}
@@ -140,7 +134,7 @@ def free_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(lines["MemAvailable"].split()[0]))
-    for folder, most, now, idle in CONTAINERS:
+    for folder, most, now, idle in calibrate.CONTAINERS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             group = CGROUP / folder
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

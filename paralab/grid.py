@@ -9,12 +9,11 @@ least, are farthest apart (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from paralab.comm import Group
-from paralab.instruments.recorder import Recorder
 from paralab.parallel.layouts import mode_of
 from paralab.spec import Plan
 
@@ -35,15 +34,11 @@ class Grid:
                (the embedding group of Megatron-LM); None on other ranks
     """
 
-    def __init__(self, plan: Plan, context: Any, recorder: Recorder, first: Any = None) -> None:
-        """first: called with the world group, before ranks with other plans make other groups"""
-        everyone = range(context.world_size)
-        self.world = Group(everyone, axis="world", context=context, recorder=recorder)
-        if first is not None:
-            first(self.world)
+    def __init__(self, plan: Plan, world: Group) -> None:
+        self.world = world
 
         def groups(kind: str) -> set[tuple[int, ...]]:
-            return {plan.ranks(kind, rank) for rank in everyone}
+            return {plan.ranks(kind, rank) for rank in world.ranks}
 
         self.tp = {axis: self._mine(groups(axis), axis) for axis in mode_of(plan).axes}
         self.dp = self._mine(groups("dp"), "dp")
@@ -58,7 +53,7 @@ class Grid:
         self.ends = self.pp if plan.pp == 2 else None
         if plan.pp > 2:
             self.ends = self._mine({(ranks[0], ranks[-1]) for ranks in pipelines}, "pp")
-        if context.backend == "nccl":
+        if world.context.backend == "nccl":
             self._connect(sorted(pipelines))
 
     def _connect(self, pipelines: list[tuple[int, ...]]) -> None:

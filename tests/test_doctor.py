@@ -123,7 +123,7 @@ def test_the_gpus_that_torch_sees_are_told(monkeypatch, capsys):
     assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
 
 
-@pytest.mark.parametrize("folder, most, now, idle", doctor.CONTAINERS)
+@pytest.mark.parametrize("folder, most, now, idle", calibrate.CONTAINERS)
 def test_a_container_has_the_memory_that_its_limit_leaves(
     folder, most, now, idle, tmp_path, monkeypatch
 ):

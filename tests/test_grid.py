@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import paralab as pl
+from paralab.comm import everyone
 from paralab.grid import Grid
-from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
 
 
@@ -13,7 +13,7 @@ def as_torch_has_it(context, plan):
     """What torch's mesh over the grid's groups says, and what DTensor does on it."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    grid = Grid(plan, context, Recorder(rank=context.rank, world_size=context.world_size))
+    grid = Grid(plan, everyone(context))
     mesh = grid.mesh()
     ranks = {
         name: tuple(torch.distributed.get_process_group_ranks(mesh.get_group(name)))

@@ -69,6 +69,12 @@ COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # share of the processors: if other programs took more, a later call measures again
 VIRTUAL_DEVICES = 64  # on processors each rank counts as a device: the most ranks of a run
+# A container's memory in `CGROUP`, in both versions of control groups: folder, limit, use, and what
+# of it are files that it can drop.
+CONTAINERS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # torch can only see a GPU if one of these files exists
 
 # Calibrations of this process whose cache file could not be written, by path: without them every
@@ -213,9 +219,9 @@ def memory_bytes() -> int:
     limits = [2**34]
     with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown: assume 16 GiB
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+    for folder, most, *_ in CONTAINERS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((CGROUP / name).read_text()))
+            limits.append(int((CGROUP / folder / most).read_text()))
     return min(limits)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from paralab import checkpoint
 from paralab.agree import agree
 from paralab.batches import as_numpy, load_batches, read_scalars
+from paralab.comm import Group
 from paralab.data import Corpus
 from paralab.grid import Grid
 from paralab.instruments.advice import advice
@@ -72,8 +73,11 @@ class Trainer:
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
-        alike = functools.partial(agree, what=what, corpus=self.corpus, program=self.program)
-        self.grid = grid = Grid(plan, context, self.recorder, alike)
+        everyone = range(context.world_size)
+        world = Group(everyone, axis="world", context=context, recorder=self.recorder)
+        if what:  # before ranks with other plans make other groups
+            agree(world, what=what, corpus=self.corpus, program=self.program)
+        self.grid = grid = Grid(plan, world)
         self.groups = {
             "dp": grid.shard,
             "replica": grid.replica,

@@ -24,10 +24,12 @@ def keep_pages() -> None:
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
 
 
-def end_with_parent() -> None:
-    """Linux: end this process (SIGTERM) when the one that started it has ended, even by SIGKILL."""
+def end_with_parent(by: int = signal.SIGTERM) -> None:
+    """Linux: let the kernel send this process a signal when the one that started it has ended, even
+    by SIGKILL.
+    """
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # linux/prctl.h: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, by, 0, 0, 0)  # linux/prctl.h: PR_SET_PDEATHSIG
 
 
 def separate_queues() -> None:

@@ -41,6 +41,7 @@ from typing import NoReturn
 
 from paralab.checks import choice
 from paralab.ranks.errors import RankError
+from paralab.ranks.host import end_with_parent
 
 START = "PARALAB_START"  # the environment variable that chooses between "fork" and "spawn"
 LOOK_SECONDS = 0.1  # between two checks whether to go on waiting
@@ -79,7 +80,7 @@ WHEN_IDLE = (
 # Also keeps numpy's BLAS from starting threads in the server, which a fork would not copy.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def start_method() -> str:
@@ -309,7 +310,7 @@ class _Server:
         """In the new process: drop all that belongs to the server, then become a rank."""
         os.setsid()
         if self._on_linux():  # the kernel kills this process when the server ends
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with_parent(by=signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
