@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from paralab import grid
 from paralab.comm import Group
 from paralab.instruments.ledger import Ledger
+from paralab.interpret import train
 from paralab.transports import Call, Gloo
 
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
@@ -151,5 +152,6 @@ class _Over:
 def alone(attention: str) -> Iterator[None]:
     """Around a rank of a model with this kind of attention: as on a CPU, and without peers."""
     attending = _CpuAttention() if attention == "sdpa" else contextlib.nullcontext()
-    with patch.object(grid, "Group", _Alone), attending:
+    worlds, parts = (patch.object(module, "Group", _Alone) for module in (train, grid))
+    with worlds, parts, attending:
         yield
