@@ -138,8 +138,8 @@ both
 # operations: here the causal mask, with ZeRO also gathered weights and what a reduce-scatter
 # receives into. The totals are equal to the byte, so from here on most pictures are read off
 # programs. Activations have fewer bytes here than the 65.1 MB above, because some are freed
-# already when the total is highest. Where two moments are equally full, the columns may show one
-# each.
+# already when the total is highest. Where the total is the same at two moments, the
+# columns may show different ones.
 #
 # ## Twice the tokens, more than twice the activations
 
@@ -189,9 +189,9 @@ pl.program(model, eight).diff(pl.program(model, eight.replace(recompute="full"))
 
 # %% [markdown]
 # With full recomputation L inputs stay. Activations can be at their most at two moments. At the end
-# of forward the L inputs and the ends are there. When the last block has been computed again in
-# backward, it has all its activations once more; by then the head's have been freed, and of the
-# ends only the embedding's token numbers, 8 bs bytes, are left. The larger of the two is the most:
+# of forward the L inputs and the ends are there. Backward then recomputes the last block, which has
+# all its activations once more. One of them is its input, w bsh, which is one of the L already. By
+# then of the ends only the embedding's token numbers, 8 bs bytes, are left. The larger is the most:
 #
 # $$M_\text{full} = L \cdot w\,bsh + \max\,(M_\text{ends},\; M_\text{block} - w\,bsh + 8\,bs)$$
 #
@@ -224,9 +224,9 @@ print(f"formula: {full / 1e6:.2f} MB, measured: {held / 1e6:.2f} MB")
 full_guess.reveal(held / 1e6)
 
 # %% [markdown]
-# The second moment has the most activations here. (The *total* is highest later, in the last block
-# that is recomputed, when all gradients are there as well.) Gradients do not change by one bit,
-# dropout included, because masks are drawn again from the same seeds:
+# The second moment has the most activations here. (The *total* is highest later, when the
+# model's first block is recomputed and all gradients are there.) Gradients do not change by one
+# bit, dropout included, because masks are drawn again from the same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
@@ -351,15 +351,13 @@ view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
 
 # %% [markdown]
 # The losses are equal bit for bit, and with data parallelism recomputation sends nothing. (With
-# tensor parallelism the second forward repeats its all-reduces.) What torch's `checkpoint`
-# (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees no saved
-# tensor; it is the same block.
+# tensor parallelism the second forward repeats its all-reduces.)
 #
 # In the plan all *gradients* are there from the head's backward on: with data parallelism they lie
 # in two buckets, which are allocated whole, and the head needs both, as its weight is the
-# embedding's. So its peak is at the first block that is recomputed,
-# where all six inputs are still kept. In `train` gradients appear in the course of backward, so
-# its runs peak at the last block, when most inputs have been freed.
+# embedding's. So its peak is at the block that is recomputed first, where all six inputs are still
+# kept. In `train` gradients appear in the course of backward, so its runs peak at the block that is
+# recomputed last, when most inputs have been freed.
 #
 # Where a step of `train` takes longer, a part of it is the messages at its end: `train` makes an
 # all-reduce per parameter after backward, while the plan sends two buckets, the first of them
@@ -511,10 +509,10 @@ view.bytes_bars(bars, title="With all blocks gathered at once each device holds 
 # %% [markdown]
 # That thread gives its numbers only as a screenshot, and here memory falls in both cases, so we
 # cannot show why it did not fall there. What the program says: with states sharded and blocks
-# gathered one by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to 8.61 GB; a
-# quarter would be 7.3 GB). Where it does not fall, look for what is whole: a unit that is too
-# large, or gathers that run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the
-# modules that get `fully_shard` are the units.
+# gathered one by one, memory falls from 29.2 GB on 2 devices to 8.61 GB on 8 (a quarter would be
+# 7.3 GB). Where it does not fall, look for what is whole: a unit that is too large, or gathers that
+# run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the modules that get
+# `fully_shard` are the units.
 #
 # ## You added devices, but not to the group that shards
 # ZeRO divides model states by N, the size of the group that shards them. [That is the data-parallel

@@ -42,8 +42,7 @@ view.blocks(columns, role="up")
 # parallelism** all t devices work on the same tokens, and each holds a t-th of every weight
 # matrix. The picture shows the first layer of an MLP, called `up`: X is replicated, and rank r has
 # the columns W_r of the weight. It computes the columns Y_r of the result without asking any other
-# rank. In the pictures W is A or B, and X and Y are the layer's input and output. The library
-# calls this layout 1D.
+# rank. The library calls this layout 1D.
 #
 # | symbol | meaning |
 # |---|---|
@@ -76,9 +75,9 @@ view.blocks(columns, role="up")
 view.blocks(columns, role="down")
 
 # %% [markdown]
-# The intermediate activation, b s × 4h numbers, is never communicated. Each rank multiplies its
-# columns of X with its rows of W, and a single all-reduce adds the four products. What would other
-# cuts cost, and are they right?
+# In this picture W is B, and X is the input of this second layer, GELU(XA): b s × 4h numbers that
+# are never communicated. Each rank multiplies its columns of X with its rows of W, and a single
+# all-reduce adds the four products. What would other cuts cost, and are they right?
 
 # %%
 cuts = ["A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"]
@@ -600,7 +599,7 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 # are those that PyTorch avoids by saving the gathered input.) As to the small calls: 256 numbers
 # are the gradient of a norm's weight, the subject of the section after next. Our program adds those
 # of all norms in one call: 1,536 numbers are the weight and the bias of 3 norms, 256 each. A single
-# number is a scalar such as the norm of all gradients, which `max_norm` needs. Our model has no
+# number is a scalar such as the norm of all gradients, by which they are clipped. Our model has no
 # call of 2048 numbers, and the thread does not say where theirs comes from.
 #
 # ## What a block keeps for backward
@@ -858,8 +857,9 @@ view.widgets.tensor1d()
 # \qquad \ell = m + \log\sum_r\sum_{v\in V_r}e^{z_v-m} - z_y$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
-# PyTorch has the two layers as *parallel styles* of modules whose weights become DTensors. Its own
-# tensor parallelism, on the same GPT, without and with sequence parallelism:
+# PyTorch has the two layers as *parallel styles* of modules whose weights become DTensors: tensors
+# that know how they are sharded. Its own tensor parallelism, on the same GPT, without and with
+# sequence parallelism:
 
 
 # %%

@@ -369,7 +369,7 @@ class GridLinear(torch.nn.Module):
         return y.unflatten(0, x.shape[:2]) + self.bias
 
     def cut(self, whole):
-        """Its block (i, j), of this rank."""
+        """Block (i, j) of it, which this rank holds."""
         for dim, group in enumerate((self.column, self.row)):
             whole = whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
         return whole.clone(memory_format=torch.contiguous_format)
@@ -583,10 +583,10 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 # them, the usual plan its gradients once (per micro-batch 220 million elements, and the grid 302).
 # And the gradients across nodes can overlap with backward. What the grids still have is memory: tp
 # = 8 × dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th).
-# ZeRO-3 closes this gap (lab 05), but gathers the weights for every micro-batch. It sends 396
-# million elements across nodes for each of them, in place of 264 once per step. Then 8 sequences
-# cost 484 million in all, more than the grid's 302, and 64 sequences 1,101, less than the grid's
-# 1,623.
+# ZeRO-3 closes this gap (lab 05), but gathers the weights twice and reduce-scatters their gradients
+# for every micro-batch. These are three halves of an all-reduce: 396 million elements across nodes
+# each time, in place of 264 once per step. Then 8 sequences cost 484 million in all, more than the
+# grid's 302, and 64 sequences 1,101, less than the grid's 1,623.
 #
 # ## Who ships this?
 # Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. In JAX one

@@ -48,8 +48,8 @@ view.mesh(cube, rank=0)
 # | $k$ | all-reduces per block and micro-batch |
 # | $T$, $M$ | seconds of a step, bytes of memory of one rank |
 #
-# Ranks are numbered so that neighbours are tensor parallel. With the coordinates
-# $i_p, i_d, i_t$ along the three axes,
+# The ranks form a *mesh* of $p \times d \times t$, numbered so that neighbours are tensor parallel.
+# With the coordinates $i_p, i_d, i_t$ along the three axes,
 #
 # $$ r = (i_p\, d + i_d)\, t + i_t $$
 #
@@ -871,8 +871,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # Both train the same model. Ours sends 2.25 times as much along tp: attention doubles it, embedding
-# and head add the rest; along dp torch sends more, because what its tp does not cut it gathers on
-# both tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers. That is a property of
+# and head add the rest. Along dp torch sends more, because both of its tensor-parallel ranks gather
+# what its tp does not cut. (On a CPU torch's reduce-scatter also gathers. That is a property of
 # gloo, and the table leaves these bytes out: their phase is *gloo surplus*.) A dimension of the
 # mesh that is not wrapped, here pp, needs `torch.distributed.pipelining`; with three axes the order
 # is pp, then tp, then `fully_shard`.

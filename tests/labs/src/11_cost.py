@@ -8,7 +8,7 @@
 # %% [markdown]
 # # 11 · What a training costs: FLOPs, days, money
 #
-# In 2021 3,072 GPUs ran steps of a model with a trillion parameters at 52 % of what their data
+# In 2021, 3,072 GPUs ran steps of a model with a trillion parameters at 52 % of what their data
 # sheet promises. How do you compute such a number, and the days and the money of a training of your
 # own?
 #
@@ -618,7 +618,7 @@ unexplained = T - expect.step_time
 print(f"not explained: {unexplained:.1f} s, {unexplained / (T - ideal):.0%} of the measured loss")
 view.seconds_bars(
     {"predicted": steps.to_dict(), "measured": {"measured": T}},
-    title="The prediction puts about half of the loss inside the devices",
+    title="Of the losses, traffic to memory is predicted to be the largest",
 )
 
 # %%
@@ -693,7 +693,7 @@ shown = ["dp", "tp", "pp", "zero_stage", "sequence_parallel", "recompute"]
 best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 
 # %% [markdown]
-# The rate is near the assumption. These are fewer days than above all the same, because the best
+# The rate is near the assumption, and still there are fewer days than above, because the best
 # plans recompute nothing. Without overlap the order of the plans changes. [Lab
 # 12](12_trillion.ipynb) compares both predictions of ZeRO's third stage with a measurement.
 #
@@ -701,8 +701,8 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # 1. $C_\text{model} = 72\,d m b\, s L h^2 (1 + \frac{s}{6h} + \frac{V}{12Lh})$; with the blocks
 #    recomputed 96 and $\frac{V}{16Lh}$.
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
-# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by less than $s/(6h)$: by 1 to 3 % for the models
-#    above with 76 billion parameters and more, and by 10 % for that of 1.7 billion.
+# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by less than $s/(6h)$: by 1 to 3 % for models of
+#    175 billion parameters and more, and by 13 % where $s = h$.
 # 4. Of what PTD-P's step of a trillion parameters loses, the prediction puts 47 % inside the
 #    devices and 42 % into bubble, links, optimizer and the slowest stage; 11 % are not explained.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
