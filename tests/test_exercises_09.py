@@ -269,5 +269,9 @@ def test_the_picture_of_an_order_has_its_jobs_and_says_how_far_it_is_from_the_li
     assert set(chart.table.query("what == 'update'")["lane"]) == {"host"}
     first = view.jobs(good(1, 1)[:1])
     assert first.finding == "These jobs take 10 ms; all jobs take at least 55 ms"
+    early = good(6, 2)
+    early[4:6] = early[5], early[4]  # as fast as any order, and unit 0 is never written
+    said = "These jobs are no update of 6 units: jobs[4]=('read', 2, 0): it overwrites unit 0, "
+    assert view.jobs(early, host="fast").finding.startswith(said)
     refuses(r"jobs=.*; legal: a list \[\(\"read\", 0, 0\), \.\.\.\]", view.jobs, [])
     refuses("legal: fast, slow|'fast'", view.jobs, good(6, 2), host="other")

@@ -34,7 +34,7 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     ]
     total, least = max(end for _, end in times), stream.limit_s(units, window, update_s)
     fig = figure(
-        _finding(units, total, least),
+        _finding(units, total, least, stream.first_misplaced(job_list, units)),
         f"simulated · {host} host · {count_of(window, 'buffer')} · number: the unit",
         height=270,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(total, least)),
@@ -56,9 +56,11 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     )
 
 
-def _finding(units: int, total: float, least: float) -> str:
-    """How long the jobs take, next to the least possible time of all jobs of all units."""
+def _finding(units: int, total: float, least: float, wrong: str) -> str:
+    """How long the jobs take, next to the least possible time of all jobs, or what is wrong."""
     if total < least * (1 - 1e-9):  # some jobs are missing
         return f"These jobs take {stream.ms(total)}; all jobs take at least {stream.ms(least)}"
+    if wrong:
+        return f"These jobs are no update of {count_of(units, 'unit')}: {wrong}"
     takes = "1 unit takes" if units == 1 else f"{units} units take"
     return f"{takes} {stream.ms(total)}; no order takes less than {stream.ms(least)}"
