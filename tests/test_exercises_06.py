@@ -219,4 +219,7 @@ def test_a_patient_can_be_looked_at(patient):
     assert len(bars) == 3 and bars.iloc[2] == report.peak_memory
     assert chart.finding.lower().startswith(f"{patient.name}: the peak is ")
     assert len(patient.chart().table["bar"].unique()) == 2
+    assert chart.finding.endswith(" with the change")  # and a change of the training is named
+    other = patient.chart(microbatches=7).finding
+    assert f" with the change (samples per step: {7 * patient.plan.global_batch}, " in other
     assert patient.story in repr(patient) and patient.met in repr(patient)

@@ -74,6 +74,8 @@ class Patient:
         title = f"{self.name.capitalize()}: the peak is {sizes[0]} with {devices(self.fewer)}"
         title += f"{compared} with {devices(self.plan)}"
         title += f", {sizes[-1]} with the change" * bool(change)
+        if wrong := _treated(self, change)[1]:
+            title += f" ({wrong})"
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:
