@@ -92,6 +92,9 @@ TWO_LEVELS = [
              "place in range(n // 2)")), {"result"}, ("2 nodes of 2: rank 0, element 0: ",
       "; the terms of rank 2 and of rank 3 are missing, the terms of rank 2 (from part r + 1) and "
       "of rank 3 (from part r + 1) are in it")),
+    (levels((MIDDLE, "dist.all_reduce(part)")),
+     {"result", "bytes between nodes", "bytes inside nodes"},
+     "it is the sum of all parts: the ranks that add up one part are not a group of their own"),
     (levels((MIDDLE, "work = dist.all_reduce(part, group=across, async_op=True)"),
             (GATHER, f"{GATHER}\n    work.wait()")), {"result"},
      "2 nodes of 2: rank 0, element 0: "),

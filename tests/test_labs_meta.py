@@ -582,6 +582,22 @@ def test_a_stored_lab_shows_no_stderr_no_figure_without_a_finding_and_ignores_no
     assert not any(w in c.source + str(c.metadata) for c in stored(path).cells for w in words)
 
 
+def test_a_listing_frees_no_value_that_the_labs_up_to_it_have_not_named():
+    """Of a printed program a student reads every column: its values are in the text by then."""
+    named, unnamed = "", []
+    for source in SOURCES:
+        cells = described(source, solved=False).cells
+        for cell, ran in zip(cells, stored(LABS / f"{source.stem}.ipynb").cells, strict=True):
+            named += cell.source * (cell.cell_type == "markdown")
+            shown = "".join(
+                str(o.get("data", {}).get("text/plain")) for o in ran.get("outputs", ())
+            )
+            freed = re.findall(r"  frees (.+)$", shown, re.MULTILINE)
+            values = {value.split()[0] for line in freed for value in line.split(", ")}
+            unnamed += [(source.stem, value) for value in values if f"`{value}`" not in named]
+    assert unnamed == []
+
+
 def test_labs_holds_what_a_student_needs():
     """What JupyterLab's file browser shows there; it hides what begins with a dot."""
     shown = {path.name for path in LABS.iterdir() if not path.name.startswith((".", "__"))}

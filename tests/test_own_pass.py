@@ -221,6 +221,7 @@ GRAD = ("grad", 0, 0)
     (lambda code: [*code, Instr("SUM")], "has an unknown op 'SUM'; legal: ADD, ALL_GATHER"),
     (lambda code: [*code, all_reduce(0, "tp")], "has the lane 'tp', where this plan"),
     (lambda code: [*code, all_reduce(0, ["dp"])], "has a mutable field (unhashable type: 'list')"),
+    (lambda code: [*code, all_reduce([0, 1])], "of a list of units one all_reduce(unit) for each"),
     (lambda code: [*code, all_reduce(99)], "names ('grad', 99, 0), which is not a value"),
     (lambda code: [*code, all_reduce(0)._replace(reads=())], "reads 0 values and writes 1"),
     (lambda code: [*code, all_reduce(0)._replace(reads=[3])], "or writes that are not tuples"),

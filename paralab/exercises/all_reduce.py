@@ -186,6 +186,9 @@ def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
 
     known = [("it is the mean, required: the sum", total / n)]
     known.append(("a chunk is read before the wait() of its receive", np.full(length, np.nan)))
+    added = np.tile(total.reshape(parts, -1).sum(axis=0), parts)
+    alone = "the ranks that add up one part are not a group of their own"
+    known.append((f"it is the sum of all parts: {alone}", added))
     wrong = first_wrong(
         "",
         outcome["tensor"],

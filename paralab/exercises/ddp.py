@@ -67,6 +67,9 @@ def my_ddp(tries: Tries) -> None:
         notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(outcome.report, len(sizes)))
         most = int(EXTRA_COPIES * size)
         words, why = "has {} bytes in addition to the gradients", f"; the gradients have {size:,}"
+        if max(outcome["left"]) > size:
+            kept = f"{max(outcome['left']):,} bytes are still there"
+            why += f", and {kept} when {BACKWARDS} backwards are over"
         notes.memory(MEMORY, outcome["extra"], most, words, why)
     for notes, words in early:
         if words and not notes.broke((BYTES,)):
@@ -90,7 +93,8 @@ def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
     """Some backwards through the wrapper; gradients complete from the last layer to the first.
-    Returns "extra", the bytes beyond gradients, and "wrong", the first wrong gradient in words.
+    Returns "extra", the bytes beyond gradients, "left", those that are there in the end, and
+    "wrong", the first wrong gradient in words.
     """
     from paralab.exercises.timed import timed
 
@@ -118,8 +122,9 @@ def backwards(
                         f"{yours} in the gradient of tensor {number}, required: {mean:.5g}"
                     )
                 parameter.grad = gradient = None
+        left = section.now()
     gradients = 4 * sum(sizes)  # alive at the peak: they are made within the section
-    return {"extra": section.peak - gradients, "wrong": wrong}
+    return {"extra": section.peak - gradients, "left": left, "wrong": wrong}
 
 
 # ---- what the runs show --------------------------------------------------------------------------

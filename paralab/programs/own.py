@@ -122,7 +122,8 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     try:
         hash(ins)  # instructions are used as dictionary keys
     except TypeError as error:
-        return f"has a mutable field ({error})", "strings, whole numbers and tuples of them"
+        legal = "strings, numbers, tuples of them; of a list of units one all_reduce(unit) for each"
+        return f"has a mutable field ({error})", legal
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
     groups = {"dp"} | ({"pp", "ends"} if plan.pp > 1 else set())

@@ -602,7 +602,7 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 #    square of the sequence.
 # 3. What has to fit is the peak over time, which usually comes early in backward.
 # 4. With gradient accumulation the batch can grow without more activations. Weight each micro-batch
-#    by its share of the samples (of the tokens that count, if samples differ in that), and call
+#    by its share of the samples (of the tokens in its loss, if samples differ in that), and call
 #    `backward()` for each of them.
 # 5. AdamW hides a wrong factor in the gradients. Test with SGD.
 #

@@ -303,11 +303,11 @@ native.reveal(ratios["native reduce_scatter"])
 # `all_reduce` there by default (and `reduce` with `"use_multi_rank_bucket_allreduce": false`).
 #
 # ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
-# needs the other parts (lab 05). In paralab's programs the two designs differ by these
-# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 with the
-# two calls of the paper. (It describes the all-gather in section 5.1, for stage 1, and the
-# reduce-scatter in section 5.2, where gradients are sharded, too; stage 1 can use it as well.
-# `gshard` is a rank's part of the gradients, `shard` its part of the weights `w`.)
+# needs the other parts (lab 05). The next cell compares two programs for two ranks (`dp=2`): plain
+# data parallelism, which all-reduces the gradients (lab 02), and ZeRO-1 with the two calls of the
+# paper. (The paper describes the all-gather in section 5.1, for stage 1, and the reduce-scatter in
+# section 5.2, where gradients are sharded, too; stage 1 can use it as well. A bucket is what one
+# call sends, `gshard` a rank's part of the gradients, `shard` its part of the weights `w`.)
 
 # %%
 small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)

@@ -40,9 +40,9 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
 # The number in a bar is its micro-batch. Grey is waiting. This is the run *replayed*: each piece of
 # work takes the processor time that it took on this machine, on a device of its own, with a link of
-# 0.6 GB/s. The link is that slow because the devices are: what share of a step traffic takes
-# depends on the speed of the devices compared with that of the link, and on the batch. (How much it
-# is here depends on this machine.) The section “Which clock” says when to use a replay.
+# 0.6 GB/s. The link is that slow because the devices are: the share of a step that traffic takes
+# depends on the batch, and on the speed of the devices compared with that of the link. (Here it
+# also depends on this machine.) The section “Which clock” says when to use a replay.
 #
 # The symbols of this lab:
 #
@@ -73,7 +73,7 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # backward on its own samples, all ranks replace their gradients by the mean over the ranks, and
 # then every rank makes the same update. Ranks that begin with equal weights keep equal weights. The
 # second equality needs the same number $b$ on all ranks. If one rank has fewer samples (or fewer
-# tokens that count), the mean of the means differs from the mean over all samples.
+# tokens in its loss), the mean of the means differs from the mean over all samples.
 #
 # ### Exercise 1 (warm-up)
 # Write the function that replaces each gradient by its mean over the ranks. In this exercise and

@@ -351,9 +351,9 @@ pd.DataFrame({"1F1B / GPipe": counted, "(p-r)/m": [(4 - r) / 8 for r in range(4)
 kept_share.reveal(100 * counted[0])
 
 # %% [markdown]
-# On ranks 0 to 2 the two agree. The last rank has the head, too, and its peak lies within a
-# backward, when what the head has kept of that micro-batch is freed already: with 1F1B that is a
-# part of its only micro-batch, with GPipe a part of one in eight.
+# On ranks 0 to 2 the two agree. The last rank has the head, too. Its peak lies within a backward,
+# when the head's activations of that micro-batch have been freed. Under 1F1B the rank keeps no
+# other micro-batch then, under GPipe seven others with the head's activations.
 #
 # ## Interleaving divides the idle time by v and multiplies the messages
 # Give each rank two smaller **chunks** of the model in place of one stage: rank 0 has stages 0 and
@@ -445,12 +445,13 @@ pl.exercises.warmup.check(by_counting)
 
 # %% [markdown]
 # ## Why the interleaved warm-up has a factor of two
-# Megatron-LM calls **warm-up** what comes before the steady phase, whose first forward also comes
-# before the first backward: $p-r-1$ forwards of rank $r$ in 1F1B, $2(p-r-1) + (v-1)p$ in its
-# interleaved schedule ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
-# why). The second term is needed: the last rank runs $(v-1)p$ forwards of its other chunks before
-# the first forward of its last chunk. But why $2(p-r-1)$, and not $p-r-1$? The next picture has
-# both, at first with messages that take no time.
+# In Megatron-LM the **warm-up** is the forwards before the steady phase. (The steady phase begins
+# with a forward, which comes before the first backward, too, but does not count.) Rank $r$ has
+# $p-r-1$ of them in 1F1B and $2(p-r-1) + (v-1)p$ in the interleaved schedule; [Megatron-LM
+# #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks why. The second term is needed: the
+# last rank runs $(v-1)p$ forwards of its other chunks before the first forward of its last chunk.
+# But why $2(p-r-1)$, and not $p-r-1$? The next picture has both, at first with messages that take
+# no time.
 
 # %%
 longer = pl.exercises.choose(

@@ -371,13 +371,13 @@ halves.reveal(
 
 # %% [markdown]
 # Put these means into $(p-1)(F+I-W)$ and $(p-1)(F+I+W)$. The formulas promise about half of 1F1B's
-# idle time, not a third, and the runs have about half. Both are idle for longer than promised,
-# because the stages are not equal and messages take time.
+# idle time, not a third. Both runs are idle for longer than promised, because the stages are not
+# equal and messages take time.
 #
 # Counting micro-batches hides one thing. After its input half a micro-batch has freed what that
 # half alone needed, such as the scores of attention, and keeps the gradients of layer outputs for
-# its weight half: here 6.3 MB in place of 7.3 MB. So ranks with late weight halves need less than
-# the first one. The first one needs more than under 1F1B, because within a backward the gradients
+# its weight half, which are fewer bytes here. So ranks with late weight halves need less than the
+# first one. The first one needs more than under 1F1B, because within a backward the gradients
 # of all its layers are alive at once, until the weight half has used them:
 
 # %%

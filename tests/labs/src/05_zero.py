@@ -330,7 +330,8 @@ view.zero_unit(model, plan.replace(zero_stage=3))
 # Its parameters are gathered before forward and freed after it. Backward needs them, too, so they
 # are gathered a second time. (The embedding's backward could do without its table; here it is a
 # unit like the others, and is gathered again.) Then its gradients are reduced, so that each rank
-# keeps an N-th of the sum, and the whole gradients are freed. `small` has six units: the embedding,
+# keeps an N-th of the sum, and the whole gradients are freed. (In the program `part` is this N-th,
+# and KEEP makes it the first term of `gshard`.) `small` has six units: the embedding,
 # four blocks, and the head. How many all-gathers does a step with one micro-batch have?
 
 # %%
@@ -355,8 +356,8 @@ gathers.reveal(len(programs["ZeRO-3"].filter(op="all_gather")))
 #   micro-batch, and one all-gather of the updated parameters;
 # * stage 3 cannot keep whole parameters: per micro-batch two all-gathers and one reduce-scatter.
 #
-# (For stages 2 and 3 that is what keeps the least. With more memory whole gradients, or gathered
-# parameters, can be kept for all micro-batches of a step, and are then sent once.)
+# (So a rank of stages 2 and 3 keeps as little as it can. With more memory it can keep whole
+# gradients, or gathered parameters, for all micro-batches of a step, and send them once.)
 #
 # $$
 # V_0 = V_1 = 2\,\frac{N-1}{N}\Psi, \qquad
@@ -841,10 +842,10 @@ between_nodes.reveal(100 * hybrid / sharded)
 # a fifth of $10\Psi$.
 #
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
-# step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3 has
-# less than above: these devices count as GPUs, whose reduce-scatter needs no buffer to receive
-# into. Bytes are counted as gloo sends them; with NCCL's rings half of ZeRO-3's, 131.9 MB, would be
-# sent between the nodes.)
+# step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3
+# needs less of it than above: these devices count as GPUs, whose reduce-scatter has no buffer to
+# receive into. Bytes are counted as gloo sends them; with NCCL's rings half of ZeRO-3's, 131.9 MB,
+# would be sent between the nodes.)
 #
 # ## Is it the same training?
 # One process computes all micro-batches with plain SGD; its gradients and weights are compared with
