@@ -52,11 +52,10 @@ LABS = {
 # ---- the facts ----------------------------------------------------------------------------------
 def examine(device: str) -> Machine:
     """The facts about this machine; sizes are in bytes. device: whose links to report."""
-    counted = temp = None
+    counted = None
     with contextlib.suppress(OSError):
         counted = witness.loopback_bytes()
-    with contextlib.suppress(OSError):  # no folder can be written to
-        temp = tempfile.gettempdir()
+    temp, temp_free = temp_folder()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -68,7 +67,7 @@ def examine(device: str) -> Machine:
         links=calibrated(device),
         shared=room_in("/dev/shm"),
         temp=temp,
-        temp_free=room_in(temp),
+        temp_free=temp_free,
         forkserver=start_method() == "fork",
         loopback_counter=counted is not None,
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
@@ -142,6 +141,13 @@ def free_memory() -> int | None:
                 used -= int(dict(line.split() for line in lines).get(idle, 0))
                 limits.append(max(0, int((group / most).read_text()) - used))
     return min(limits, default=None)
+
+
+def temp_folder() -> tuple[str | None, int | None]:
+    """The folder for temporary files, and the free bytes there; None if none can be written to."""
+    with contextlib.suppress(OSError):
+        return (folder := tempfile.gettempdir()), room_in(folder)
+    return None, None
 
 
 def room_in(folder: str | None) -> int | None:

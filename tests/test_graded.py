@@ -260,6 +260,14 @@ def test_of_several_notebooks_there_is_a_list_by_path_and_none_is_judged_if_one_
     shell_refuses(capsys, "check", *paths, str(tmp_path / "none.ipynb"))
 
 
+def test_where_the_folder_for_temporary_files_is_full_no_answer_loses_its_point(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cli.doctor, "SCRATCH", 2**62)
+    said = shell_refuses(capsys, "check", str(notebook(tmp_path, ANSWER)))
+    assert "free, and without room right answers fail; legal: a folder with" in said
+
+
 def test_what_answers_print_is_not_among_the_points(tmp_path):
     loud = ANSWER.replace("    total =", "    print('how much?')\n    total =")
     path = notebook(tmp_path, loud, name="00_\udcff.ipynb")  # which cannot be printed
