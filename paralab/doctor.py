@@ -52,9 +52,10 @@ LABS = {
 # ---- the facts ----------------------------------------------------------------------------------
 def examine(device: str) -> Machine:
     """The facts about this machine; sizes are in bytes. device: whose links to report."""
-    counted = None
+    counted = False
     with contextlib.suppress(OSError):
-        counted = witness.loopback_bytes()
+        witness.check_counter()
+        counted = True
     temp, temp_free = temp_folder()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
@@ -69,7 +70,7 @@ def examine(device: str) -> Machine:
         temp=temp,
         temp_free=temp_free,
         forkserver=start_method() == "fork",
-        loopback_counter=counted is not None,
+        loopback_counter=counted,
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
