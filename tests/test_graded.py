@@ -179,6 +179,7 @@ pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
         ([ANSWER, LOOPS], "the cells that it needs had not ended after 0.5 s"),
         ([LOADED.format("sys.exit, (0,)")], "its cells failed: SystemExit: 0"),
         ([LOADED.format("os._exit, (0,)")], "its cells failed: they ended their process with"),
+        (["model_states = devices_needed = os.kill(os.getpid(), 9)"], "status -9. If no other"),
         ([LOADED.format(PATCHES)], "model_states: not yet"),
         ([REDEFINES, "states.wrong_states = states.wrong_number = lambda *a, **k: ''"], "not yet"),
         (["x = '\ud800'"], "code cell 2 cannot be read"),
@@ -187,8 +188,8 @@ pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
         ([ANSWER.replace("math.ceil(", "up('\\ud800') * math.ceil("),
           "def up(word): raise OSError(word)"], "raised OSError"),
     ],
-    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "_exit", "patch", "redefines",
-         "surrogate", "minus", "nul", "says a surrogate"],
+    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "_exit", "killed", "patch",
+         "redefines", "surrogate", "minus", "nul", "says a surrogate"],
 )  # fmt: skip
 def test_a_notebook_without_a_right_answer_gets_a_verdict_and_does_nothing_to_the_grader(
     tmp_path, monkeypatch, cells, words
