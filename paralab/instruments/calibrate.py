@@ -186,8 +186,9 @@ def cache_path(device: str = "cpu") -> Path:
     """
     environ = os.environ
     folder = environ.get("PARALAB_CACHE_DIR")
-    folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
-    return Path(folder, f"cluster-{fingerprint(device)}.json")
+    with contextlib.suppress(RuntimeError):  # a user without a home, whose cache is the process
+        folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
+    return Path(folder or os.devnull, f"cluster-{fingerprint(device)}.json")
 
 
 def fingerprint(device: str = "cpu") -> str:
