@@ -25,7 +25,7 @@ from paralab.checks import count_of
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
-from paralab.spec.cluster import CGROUP, available_cores
+from paralab.spec.cluster import available_cores, control_groups
 from paralab.version import __version__
 from paralab.view.theme import in_bytes, in_seconds, in_speed, scaled
 
@@ -52,11 +52,11 @@ LABS = {
 # ---- the facts ----------------------------------------------------------------------------------
 def examine(device: str) -> Machine:
     """The facts about this machine; sizes are in bytes. device: whose links to report."""
-    counted = temp = None
+    counted = False
     with contextlib.suppress(OSError):
-        counted = witness.loopback_bytes()
-    with contextlib.suppress(OSError):  # no folder can be written to
-        temp = tempfile.gettempdir()
+        witness.check_counter()
+        counted = True
+    temp, temp_free = temp_folder()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -68,9 +68,9 @@ def examine(device: str) -> Machine:
         links=calibrated(device),
         shared=room_in("/dev/shm"),
         temp=temp,
-        temp_free=room_in(temp),
+        temp_free=temp_free,
         forkserver=start_method() == "fork",
-        loopback_counter=counted is not None,
+        loopback_counter=counted,
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
@@ -129,18 +129,26 @@ def calibrated(device: str) -> str | None:
 
 
 def free_memory() -> int | None:
-    """Bytes that a new process could use, in the machine or, if that is less, in the container."""
+    """Bytes that a new process could use, in the machine or, if that is less, in its groups."""
     limits = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(lines["MemAvailable"].split()[0]))
-    for folder, most, now, idle in calibrate.CONTAINERS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            group = CGROUP / folder
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / now).read_text()) - int(stat.get(idle, 0))
-            limits.append(max(0, int((group / most).read_text()) - used))
+    for controller, most, now, idle in calibrate.CONTAINERS:
+        for group in control_groups(controller):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                lines = (group / "memory.stat").read_text().splitlines()
+                used = int((group / now).read_text())
+                used -= int(dict(line.split() for line in lines).get(idle, 0))
+                limits.append(max(0, int((group / most).read_text()) - used))
     return min(limits, default=None)
+
+
+def temp_folder() -> tuple[str | None, int | None]:
+    """The folder for temporary files, and the free bytes there; None if none can be written to."""
+    with contextlib.suppress(OSError):
+        return (folder := tempfile.gettempdir()), room_in(folder)
+    return None, None
 
 
 def room_in(folder: str | None) -> int | None:

@@ -199,7 +199,9 @@ def test_another_machine_version_kind_or_number_of_gpus_has_a_cache_of_its_own(
     assert len(names) == 8
 
 
-@pytest.mark.parametrize("what", ["a file in its way", "a folder in its place", "a full disk"])
+@pytest.mark.parametrize(
+    "what", ["a file in its way", "a folder in its place", "no home", "a full disk"]
+)
 def test_a_cache_that_cannot_be_written_is_no_error_and_measured_once(
     measurements, monkeypatch, tmp_path, what
 ):
@@ -208,6 +210,10 @@ def test_a_cache_that_cannot_be_written_is_no_error_and_measured_once(
         monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "file" / "cache"))
     elif what == "a folder in its place":
         calibrate.cache_path().mkdir(parents=True)
+    elif what == "no home":
+        for name in ("PARALAB_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
     else:
         monkeypatch.setattr(calibrate.os, "replace", Mock(side_effect=OSError("no space left")))
     assert pl.Cluster.local() == pl.Cluster.local() == CLUSTER

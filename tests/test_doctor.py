@@ -11,6 +11,7 @@ import pytest
 from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
 from paralab.instruments import calibrate
+from paralab.spec import cluster
 from processes import ROOT, python
 from refusals import shell_refuses
 
@@ -123,20 +124,24 @@ def test_the_gpus_that_torch_sees_are_told(monkeypatch, capsys):
     assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
 
 
+@pytest.mark.parametrize("own", ["", "hub.slice/jupyter-ada.service"])
 @pytest.mark.parametrize("folder, most, now, idle", calibrate.CONTAINERS)
-def test_a_container_has_the_memory_that_its_limit_leaves(
-    folder, most, now, idle, tmp_path, monkeypatch
+def test_a_container_and_a_hub_s_user_have_the_memory_that_their_limit_leaves(
+    folder, most, now, idle, own, tmp_path, monkeypatch
 ):
-    group = tmp_path / folder
-    group.mkdir(exist_ok=True)
+    group = tmp_path / folder / own
+    group.mkdir(exist_ok=True, parents=True)
+    (tmp_path / "own").write_text(f"7:cpuset:/x\n4:{folder}:/{own}\n1:name=systemd:/y\n")
     for name, text in {
         most: "3000000",
         now: "2000000",
         "memory.stat": f"anon 5\n{idle} 400000\n",
     }.items():
         (group / name).write_text(text)
-    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(cluster, "CGROUP", tmp_path)
+    monkeypatch.setattr(cluster, "OWN_GROUPS", tmp_path / "own")
     assert doctor.free_memory() == 1_400_000
+    assert calibrate.memory_bytes() == 3_000_000
 
 
 def test_where_there_is_no_folder_there_is_no_room():

@@ -179,6 +179,7 @@ pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
         ([ANSWER, LOOPS], "the cells that it needs had not ended after 0.5 s"),
         ([LOADED.format("sys.exit, (0,)")], "its cells failed: SystemExit: 0"),
         ([LOADED.format("os._exit, (0,)")], "its cells failed: they ended their process with"),
+        (["model_states = devices_needed = os.kill(os.getpid(), 9)"], "status -9. If no other"),
         ([LOADED.format(PATCHES)], "model_states: not yet"),
         ([REDEFINES, "states.wrong_states = states.wrong_number = lambda *a, **k: ''"], "not yet"),
         (["x = '\ud800'"], "code cell 2 cannot be read"),
@@ -187,8 +188,8 @@ pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
         ([ANSWER.replace("math.ceil(", "up('\\ud800') * math.ceil("),
           "def up(word): raise OSError(word)"], "raised OSError"),
     ],
-    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "_exit", "patch", "redefines",
-         "surrogate", "minus", "nul", "says a surrogate"],
+    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "_exit", "killed", "patch",
+         "redefines", "surrogate", "minus", "nul", "says a surrogate"],
 )  # fmt: skip
 def test_a_notebook_without_a_right_answer_gets_a_verdict_and_does_nothing_to_the_grader(
     tmp_path, monkeypatch, cells, words
@@ -258,6 +259,14 @@ def test_of_several_notebooks_there_is_a_list_by_path_and_none_is_judged_if_one_
     assert cli.main(["check", *paths]) == 1
     assert [one["notebook"] for one in json.loads(capsys.readouterr().out)] == paths
     shell_refuses(capsys, "check", *paths, str(tmp_path / "none.ipynb"))
+
+
+def test_where_the_folder_for_temporary_files_is_full_no_answer_loses_its_point(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cli.doctor, "SCRATCH", 2**62)
+    said = shell_refuses(capsys, "check", str(notebook(tmp_path, ANSWER)))
+    assert "free, and without room right answers fail; legal: a folder with" in said
 
 
 def test_what_answers_print_is_not_among_the_points(tmp_path):

@@ -163,6 +163,7 @@ def test_kill_9_of_a_rank_names_the_rank_and_the_signal() -> None:
         assert caught.value.rank == 1
         assert str(caught.value).startswith("rank 1 was killed by signal 9 (SIGKILL)")
         assert "out-of-memory killer" in str(caught.value)
+        assert "container's share" in str(caught.value)
 
 
 def dies() -> None:

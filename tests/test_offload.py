@@ -6,6 +6,7 @@ That it trains the same, and what it moves, is in test_programs_offload.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -242,6 +243,17 @@ def test_the_next_run_removes_what_a_dead_one_left_and_nothing_of_another_user(
     monkeypatch.setattr(Path, "exists", refused)
     with scratch.folder(on(tmp_path).tiers) as mine:
         assert set(os.listdir(tmp_path)) == {os.path.basename(mine), theirs.name}
+
+
+def test_on_a_file_system_without_locks_no_run_removes_the_files_of_another(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(scratch.fcntl, "flock", refused)
+    tiers = on(tmp_path).tiers
+    with scratch.folder(tiers) as mine, scratch.folder(tiers) as other:
+        assert set(os.listdir(tmp_path)) == {os.path.basename(one) for one in (mine, other)}
+    assert not os.listdir(tmp_path)
 
 
 # ---- lanes ------------------------------------------------------------------------------------

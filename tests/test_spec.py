@@ -266,16 +266,21 @@ def test_the_largest_sizes_that_are_legal_are_counted_in_63_bits():
     assert 2**57 < report.peak_memory < 2**63
 
 
-def test_a_container_s_cores_are_its_share_of_the_machine_s(monkeypatch, tmp_path):
+@pytest.mark.parametrize("own", ["", "hub.slice/jupyter-ada.service"])
+def test_a_container_s_cores_are_its_share_of_the_machine_s(own, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(cluster, "CGROUP", tmp_path)
+    monkeypatch.setattr(cluster, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"2:cpu,cpuacct:/{own}\n0::/{own}\n")
+    two, one = tmp_path / own, tmp_path / "cpu" / own
+    for group in (two, one):
+        group.mkdir(exist_ok=True, parents=True)
     assert cluster.available_cores() == 8
     for said, cores in [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]:
-        (tmp_path / "cpu.max").write_text(said)
+        (two / "cpu.max").write_text(said)
         assert cluster.available_cores() == cores
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    (two / "cpu.max").unlink()
+    (one / "cpu.cfs_period_us").write_text("100000\n")
     for said, cores in [("-1\n", 8), ("250000\n", 2), ("50000\n", 1)]:
-        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(said)
+        (one / "cpu.cfs_quota_us").write_text(said)
         assert cluster.available_cores() == cores

@@ -1,4 +1,4 @@
-"""Count on the loopback interface what calls, training steps and foreign programs really move.
+"""Count on the ranks' connections what calls, training steps and foreign programs really move.
 
     python tests/wire_witness.py    prints a JSON object of
         table       what `witness` says of torch's own reduce-scatter and of paralab's
@@ -6,18 +6,13 @@
         steps       the same of training steps, on 4 and on 8 ranks
         programs    {name: [{"op phase": recorded bytes}, the kernel's]} of foreign_programs.py
 
-Under ``unshare -rn`` the counter is private to this program, so that no other program adds to it.
-TCP still does, on either counter: where an acknowledgement is late, it sends a segment of up to
-64 KiB again, in about one step of ten. So each is counted as often as `witness` counts a call.
+Each is counted as often as `witness` counts a call.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
-import socket
-import struct
 from collections import Counter
 from typing import Any
 
@@ -97,18 +92,7 @@ def counted(program: Any, ranks: int, names: list[str], *args: Any) -> list[tupl
     ]
 
 
-def bring_loopback_up() -> None:
-    """A fresh network namespace has its loopback down."""
-    up, get, put = 1, 0x8913, 0x8914  # IFF_UP, SIOCGIFFLAGS, SIOCSIFFLAGS
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        request = fcntl.ioctl(s, get, struct.pack("16sH14x", b"lo", 0))
-        now = struct.unpack("16sH14x", request)[1]
-        if not now & up:
-            fcntl.ioctl(s, put, struct.pack("16sH14x", b"lo", now | up))
-
-
 def main() -> None:
-    bring_loopback_up()
     table = witness.witness(4, ("reduce_scatter", witness.NATIVE), nbytes=2 * 2**20)
     found: dict[str, Any] = {"calls": {}, "steps": {}, "programs": {}}
     for ranks, ops in ((4, OPS), (8, [])):

@@ -29,6 +29,7 @@ from paralab.exercises.attempts import first_line
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.notebook import Notebook
 from paralab.exercises.verdict import Row, Verdict
+from paralab.ranks.failure import KILLED
 from paralab.version import __version__
 
 Json = dict[str, Any]
@@ -90,7 +91,8 @@ def _judged(
             if status is None:
                 return f"{overdue} after {seconds:g} s"
             if result is None:
-                return f"its cells failed: they ended their process with status {status}"
+                killed = KILLED * (status == -signal.SIGKILL)
+                return f"its cells failed: they ended their process with status {status}{killed}"
             if "failed" in result:
                 return f"its cells failed: {result['failed']}"
     with contextlib.suppress(KeyError, TypeError, ValueError):

@@ -56,7 +56,7 @@ from paralab.instruments.measure import (
 from paralab.instruments.processors import processors_busy
 from paralab.report import output_files
 from paralab.spec import Cluster, Link
-from paralab.spec.cluster import CGROUP, available_cores
+from paralab.spec.cluster import available_cores, control_groups
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import most_sent
 from paralab.theory.work import on_processor
@@ -69,8 +69,8 @@ COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # share of the processors: if other programs took more, a later call measures again
 VIRTUAL_DEVICES = 64  # on processors each rank counts as a device: the most ranks of a run
-# A container's memory in `CGROUP`, in both versions of control groups: folder, limit, use, and what
-# of it are files that it can drop.
+# A control group's memory, in both versions: controller, limit, use, and what of it are files that
+# it can drop.
 CONTAINERS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -186,8 +186,9 @@ def cache_path(device: str = "cpu") -> Path:
     """
     environ = os.environ
     folder = environ.get("PARALAB_CACHE_DIR")
-    folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
-    return Path(folder, f"cluster-{fingerprint(device)}.json")
+    with contextlib.suppress(RuntimeError):  # a user without a home, whose cache is the process
+        folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
+    return Path(folder or os.devnull, f"cluster-{fingerprint(device)}.json")
 
 
 def fingerprint(device: str = "cpu") -> str:
@@ -215,13 +216,14 @@ def _processor() -> str:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or of the container it runs in if that is less."""
+    """Memory of the machine, or of the container or the user's share if that is less."""
     limits = [2**34]
     with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown: assume 16 GiB
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder, most, *_ in CONTAINERS:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((CGROUP / folder / most).read_text()))
+    for controller, most, *_ in CONTAINERS:
+        for group in control_groups(controller):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limits.append(int((group / most).read_text()))
     return min(limits)
 
 

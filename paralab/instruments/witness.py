@@ -1,15 +1,14 @@
-"""The operating system's kernel as witness: the bytes that the loopback interface counted, compared
-with the bytes in the ledger.
+"""The operating system's kernel as witness: the bytes that it counted on the ranks' connections,
+compared with the bytes in the ledger.
 
-Ranks on one machine communicate over the loopback interface, whose bytes the kernel counts without
-knowing anything of collectives. Ranks wait at a *gate* before and after every call, and the last
-one to arrive reads the counter while all the others are idle. So theory, ledger and kernel can be
-compared, and an implementation that sends more than the closed form of its operation is exposed.
+Ranks communicate over TCP connections, whose bytes the kernel counts without knowing anything of
+collectives. Ranks wait at a *gate* before and after every call, and each reads its counters while
+all the others are idle. So theory, ledger and kernel can be compared, and an implementation that
+sends more than the closed form of its operation is exposed.
 
-Headers add 0.3 to 4 kB per rank and call, which is below 1 % from about 1 MiB on. The counter is
-that of the whole machine (strictly, of the network namespace). Messages of other programs can only
-add to it, and so can TCP, which sends a segment again where its acknowledgement is late. So every
-call is made several times, and the lowest reading counts.
+What gloo adds to a message is far below 1 % from about 1 MiB on. Neither what other programs of the
+machine send nor what TCP sends again is counted. A call may still meet what another one left to be
+sent, so every call is made several times, and the lowest reading counts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
-import time
+import os
+import socket
+import stat
+import struct
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, whole
@@ -36,8 +36,7 @@ NATIVE = "native reduce_scatter"  # torch's own over gloo, which makes n all-red
 OPS = (*(op for op in traffic.OPS if op != "recv"), NATIVE, *theory.ALGORITHMS)
 DEFAULT = ("all_reduce", "all_gather", "reduce_scatter", NATIVE, "ring_all_reduce")
 REPEATS = 5
-_SETTLE_SECONDS = 0.02  # for packets that are still in flight
-_COUNTERS = Path("/proc/net/dev")
+_RECEIVED = struct.Struct("128xQ")  # linux/tcp.h: tcpi_bytes_received of tcp_info
 
 Gate = Callable[[], None]
 
@@ -53,7 +52,7 @@ def witness(
              "tree_all_reduce", ...: those of parallel/collectives.py; "native reduce_scatter":
              torch's own, which the ledger does not see
     nbytes   of the full tensor, rounded down to equal parts of whole elements per rank; below 1 MiB
-             headers are more than 1 %
+             gloo's own bytes may be more than 1 %
     timeout  seconds without any sign of life before the ranks are stopped
 
     One row per op, bytes summed over the ranks: op, theory_bytes (the closed form), ledger_bytes
@@ -91,28 +90,33 @@ def between_gates(
     program: Callable[..., Any], ranks: int, args: Sequence[Any], *, timeout: float = 60.0
 ) -> tuple[list[Any], list[int]]:
     """Run ``program(context, gate, *args)`` on every rank. Returns the results in rank order, and
-    the readings of the counter in bytes, one per gate.
+    the readings of the counters in bytes, summed over the ranks, one per gate.
 
-    A rank that calls ``gate()`` is idle until all ranks have called it and the counter is read.
+    A rank that calls ``gate()`` is idle until all ranks have called it and read their counters.
     """
-    loopback_bytes()  # raise before a process starts
+    check_counter()  # raise before a process starts
     parts = launch_program(_gated, ranks, (program, *args), timeout=timeout, device="cpu")
-    return [result for result, _ in parts], parts[0][1]
+    results, readings = zip(*parts, strict=True)
+    return list(results), [sum(each) for each in zip(*readings, strict=True)]
 
 
 def _gated(context: Any, program: Callable[..., Any], *args: Any) -> tuple[Any, list[int]]:
     """Runs in a rank: (the program's result, the readings). Gates use the ranks' store, which is a
-    file and sends nothing over the loopback.
+    file and sends nothing.
     """
     readings: list[int] = []
+
+    def meet(name: str) -> None:
+        if context.store.add(f"ranks at {name}", 1) == context.world_size:
+            context.store.set(name, "all")
+        context.store.get(name)
 
     def gate() -> None:
         name = f"gate {len(readings)} of the witness"
         context.note(name)
-        if context.store.add(f"ranks at {name}", 1) == context.world_size:
-            time.sleep(_SETTLE_SECONDS)
-            context.store.set(name, str(loopback_bytes()))
-        readings.append(int(context.store.get(name)))
+        meet(name)
+        readings.append(received_bytes())
+        meet(f"the end of {name}")
         context.note("")
 
     return program(context, gate, *args), readings
@@ -124,14 +128,35 @@ def per_call(readings: Sequence[int], index: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise(own)]
 
 
-def loopback_bytes() -> int:
-    """Bytes received on the loopback interface so far, where each byte sent is received once."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"^ *lo: *(\d+)", _COUNTERS.read_text(), re.MULTILINE):
-            return int(match[1])
+def received_bytes() -> int:
+    """Bytes received so far on this process's TCP connections, where each byte sent is received
+    once.
+    """
+    total = 0
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is closed by now, or no TCP connection
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as one:
+                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+                    total += _RECEIVED.unpack(info)[0]
+    return total
+
+
+def check_counter() -> None:
+    """Raise OSError if the kernel does not count what a connection receives."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        one.sendall(b"seen")
+        other.recv(4, socket.MSG_WAITALL)
+        if received_bytes() >= 4:
+            return
     raise OSError(
-        f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has "
-        "one; elsewhere no second count can confirm report.traffic()"
+        "the kernel shows no counter of a connection's bytes: only Linux has one; elsewhere no "
+        "second count can confirm report.traffic()"
     )
 
 

@@ -119,9 +119,9 @@ class Files:
             with contextlib.suppress(OSError):
                 room = f" ({shutil.disk_usage(self.folder).free / 1e6:,.0f} MB free there)"
             raise OSError(
-                f"offload cannot {what} {self.folder / name}: {why}{room}. The checkpoints of this "
-                "run are intact: resume from the last one, with offload's folder on a disk that "
-                "has enough room and stays available"
+                f"offload cannot {what} {self.folder / name}: {why}{room}. Its folder, "
+                "which is TMPDIR unless offload names one, needs a disk that has enough room and "
+                "stays available. Checkpoints that were saved are intact: resume from the last one"
             ) from error
 
 

@@ -31,7 +31,8 @@ _NO_THREAD = re.compile("^(Resource temporarily unavailable|can't start new thre
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
 ENDED = "was killed by signal"
 KILLED = """. If no other program sent this signal, the kernel's out-of-memory killer did, because \
-the machine had no memory left (dmesg shows it). Use fewer ranks or a smaller model"""
+the machine, or the user's or container's share of it, had no memory left (dmesg shows it). Use \
+fewer ranks or a smaller model"""
 
 
 class Refused(RankError):

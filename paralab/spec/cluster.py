@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,8 +25,8 @@ ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
 PRODUCTS = ("bf16", "fp16", "tf32")
 # Where Linux has a container's limits; and there the files with its microseconds of processor in a
 # period, and the period, in both versions of control groups.
-CGROUP = Path("/sys/fs/cgroup")
-QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+QUOTAS = (("", "cpu.max"), ("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def _link(name: str, value: Any) -> Link:
@@ -232,18 +232,34 @@ class Cluster(checks.Description):
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 
 
+def control_groups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups that this process is in, the outermost first, of version 1
+    for ``controller``, or with "" of version 2: the first has a container's limits, those further
+    in have the limits that a JupyterHub gives each user.
+    """
+    folder, own = CGROUP / controller, "/"
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own = path if controller in controllers.split(",") else own
+    for part in Path(own).parts:
+        folder = folder / part.strip("/")
+        yield folder
+
+
 def available_cores() -> int:
     """Processor cores that this process and its ranks may use at the same time: the machine's, or
-    a container's share of them.
+    the share of them that its container or its user has.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    for files in QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            text = " ".join((CGROUP / name).read_text() for name in files)
-            quota, period = map(int, text.split())
-            cores = min(cores, max(1, quota // period)) if quota > 0 else cores
+    for controller, *files in QUOTAS:
+        for group in control_groups(controller):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                text = " ".join((group / name).read_text() for name in files)
+                quota, period = map(int, text.split())
+                cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
 
 

@@ -258,12 +258,11 @@ print(f"s (n-1) 2 with s = {shard:,} elements: {by_shard:,} bytes; (N-1)/N S: {b
 # %% [markdown]
 # ## The call's name is not what is sent
 #
-# All counts so far were made where a call is made. Is that really what leaves the process? Ranks of
-# one machine talk through the loopback interface, and the kernel counts each byte on it. Ranks are
-# held at a gate before and after each call while the counter is read. One call in the table is
-# *native*, that is of `torch.distributed` itself; the others are paralab's. (Bytes of all four
-# ranks together; the *ledger* is what paralab counts where a call is made; *ratio* is kernel over
-# theory.)
+# All counts so far were made where a call is made. Is that really what leaves the process? Ranks
+# talk over TCP connections, and the kernel counts each byte on them. Ranks are held at a gate
+# before and after each call while the counters are read. One call in the table is *native*, that is
+# of `torch.distributed` itself; the others are paralab's. (Bytes of all four ranks together; the
+# *ledger* is what paralab counts where a call is made; *ratio* is kernel over theory.)
 
 # %%
 native = pl.exercises.guess(
