@@ -234,8 +234,9 @@ def make_parser() -> argparse.ArgumentParser:
         "grade the answers in notebooks of labs; print the points as JSON",
         plan=False,
         epilog="Exit status: 0 if all points are reached, 1 if not, and 2 if a file is not a "
-        "notebook of a lab (then no answer is judged) or the folder for temporary files is full. "
-        "For several notebooks a JSON list is printed. What the answers print goes to stderr.",
+        "notebook of a lab (then none is judged) or the folder for temporary files is full (then "
+        "those judged before are printed). For several notebooks a JSON list is printed. What the "
+        "answers print goes to stderr.",
     )
     check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
     doctors = add(
@@ -401,16 +402,22 @@ def _check(given: argparse.Namespace) -> int:
     from paralab.exercises.graded import grade
     from paralab.exercises.notebook import read
 
-    grades = []
-    for book in [read(path) for path in given.notebooks]:
-        folder, free = doctor.temp_folder()
-        if (free or 0) < doctor.SCRATCH:
-            why = f"it has {doctor.in_bytes(free or 0)} free, and without room right answers fail"
-            legal = f"a folder with {doctor.in_bytes(doctor.SCRATCH)} free"
-            raise illegal("TMPDIR", folder, why, legal)
-        grades.append(grade(book))
-    text = json.dumps(grades[0] if len(grades) == 1 else grades, indent=2, ensure_ascii=False)
-    print(text.encode(errors="replace").decode())  # an answer may print half a surrogate pair
+    books, grades = [read(path) for path in given.notebooks], []
+    try:
+        for book in books:
+            folder, free = doctor.temp_folder()
+            if (free or 0) < doctor.SCRATCH:
+                why = (
+                    f"it has {doctor.in_bytes(free or 0)} free, and without room right answers fail"
+                )
+                legal = f"a folder with {doctor.in_bytes(doctor.SCRATCH)} free"
+                raise illegal("TMPDIR", folder, why, legal)
+            grades.append(grade(book))
+    finally:  # also of a class whose last notebooks cannot be judged
+        printed = grades if len(books) > 1 else grades[0] if grades else None
+        if printed:
+            text = json.dumps(printed, indent=2, ensure_ascii=False)
+            print(text.encode(errors="replace").decode())  # an answer may print half a surrogate
     return 0 if all(each["points"] == each["of"] for each in grades) else 1
 
 

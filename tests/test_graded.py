@@ -265,8 +265,14 @@ def test_where_the_folder_for_temporary_files_is_full_no_answer_loses_its_point(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(cli.doctor, "SCRATCH", 2**62)
-    said = shell_refuses(capsys, "check", str(notebook(tmp_path, ANSWER)))
+    path = str(notebook(tmp_path, ANSWER))
+    said = shell_refuses(capsys, "check", path)
     assert "free, and without room right answers fail; legal: a folder with" in said
+    rooms = iter([(str(tmp_path), 2**62), (str(tmp_path), 5)])
+    monkeypatch.setattr(cli.doctor, "temp_folder", lambda: next(rooms))
+    with pytest.raises(SystemExit):  # those that are judged by then are printed
+        cli.main(["check", path, path])
+    assert [one["points"] for one in json.loads(capsys.readouterr().out)] == [1]
 
 
 def test_what_answers_print_is_not_among_the_points(tmp_path):

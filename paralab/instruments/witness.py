@@ -138,7 +138,7 @@ def received_bytes() -> int:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as one:
                     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
-                    total += _RECEIVED.unpack(info)[0]
+                    total += _RECEIVED.unpack(info.ljust(_RECEIVED.size, b"\0"))[0]  # 0 if unknown
     return total
 
 
