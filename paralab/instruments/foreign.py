@@ -27,7 +27,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from torch.optim import optimizer as optimizers
 from paralab.checks import illegal
 from paralab.instruments.foreign_calls import as_data
 from paralab.instruments.foreign_flights import Flights
-from paralab.instruments.foreign_hooks import UNSEEN, around
+from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
 from paralab.instruments.foreign_program import Program, of_python
 from paralab.instruments.recorder import Recorder
@@ -70,7 +70,7 @@ class Observer(Program):
         # These two functions allocate DistributedDataParallel's buckets.
         makers = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
         for owner, name in makers:
-            around(undo, owner, name, lambda *_: recorder.making("buffers"))
+            around(undo, owner, name, self._making)
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)
@@ -111,45 +111,45 @@ class Observer(Program):
             self.inside.pop()
             self.recorder.leave()
 
-    def _forward(self, module: Any, *_: Any) -> Any:
+    def _forward(self, call: Callable[[], Any], module: Any, *_: Any) -> Any:
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
         if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
             trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
             self.about["threads"] = trains and of_python()
-        return UNSEEN if inner or not self._watches() else self._outer_forward(module)
-
-    @contextlib.contextmanager
-    def _outer_forward(self, module: Any) -> Iterator[None]:
+        if inner or not self._watches():
+            return call()
         if parameters := self.meet(module):  # before a step's first sample of memory
             self.look_for_gpu(*parameters)
             self.recorder.owns("parameters", *parameters)
         with self._part("forward", id(module)):
-            yield
+            return call()
 
-    def _backward(self, outputs: Any, *_: Any) -> Any:
-        """Around autograd's call of its engine."""
+    def _backward(self, call: Callable[[], Any], outputs: Any, *_: Any) -> Any:
+        """Around autograd's call of its engine: the outermost call is a backward."""
         if self.captures():
-            return UNSEEN
+            return call()
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
         if not self.is_main():
             self.about["threads"] |= of_python()
-            return UNSEEN
-        return UNSEEN if "backward" in self.inside else self._outer_backward()
-
-    @contextlib.contextmanager
-    def _outer_backward(self) -> Iterator[None]:
+        if not self.is_main() or "backward" in self.inside:
+            return call()
         self.about["closures"] |= "optimizer" in self.inside
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
-            yield
+            result = call()
             spans = self.flights.was_waiting()
         self.flights.settle(spans)
         if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
             self.describe()  # at the program's end its modules may be gone
         if self.recorder.ledger is not None:
             self.ledger.find_gradients()
+        return result
+
+    def _making(self, call: Callable[[], Any], *_: Any) -> Any:
+        with self.recorder.making("buffers"):
+            return call()
 
     def _watches(self) -> bool:
         """Whether this is the observed thread, and it does not capture a graph."""
@@ -213,9 +213,8 @@ class Observer(Program):
             if not self.marked:
                 self.end_step()
 
-    @contextlib.contextmanager
-    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
-        yield
+    def _loading(self, call: Callable[[], None], optimizer: Any, *_: Any) -> None:
+        call()
         if self.recorder.ledger is not None and self.is_main():
             self.ledger.owns_state(optimizer)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,10 +62,9 @@ class Calls:
         self._groups: dict[tuple[str, str], Where] = {}
         self._meshes: list[Any] = []
 
-    @contextlib.contextmanager
-    def meshing(self, mesh: Any, *_: Any) -> Iterator[None]:
+    def meshing(self, call: Callable[[], None], mesh: Any, *_: Any) -> None:
         """Around the creation of a DeviceMesh, which may name the axis of an existing group."""
-        yield
+        call()
         self._meshes.append(weakref.ref(mesh))
         self._groups.clear()
 
