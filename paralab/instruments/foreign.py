@@ -44,6 +44,7 @@ from paralab.instruments.foreign_ledger import updated
 from paralab.instruments.foreign_program import Program, of_python
 from paralab.instruments.recorder import Recorder
 
+_STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 
 
@@ -61,7 +62,6 @@ class Observer(Program):
         # those that have stepped since the last forward or backward, which share a training step,
         # and the ids of the parameters that each has updated in it
         self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
-        self._stepping: list[int] = []  # ids of optimizers inside their step, outermost first
 
     # ---- on and off ---------------------------------------------------------------------------
     def __enter__(self) -> Observer:
@@ -96,12 +96,10 @@ class Observer(Program):
         step: forwards of the same module, or backwards.
         """
         self._step_sharers.clear()
-        if not self.trains:
-            self.trains = True
-            if self.step == 1 and not self.marked:
-                self.was_setup()
+        if self.kinds <= {"optimizer"} and self.step == 1 and not self.marked:
+            self.was_setup()
         self.begin()
-        self.only_calls = False
+        self.kinds.add(kind)
         self.recorder.enter(kind, self.counts[counted])
         self.counts[counted] += 1
         self.inside.append(kind)
@@ -160,24 +158,22 @@ class Observer(Program):
         """Before an optimizer's step, which may lie inside another optimizer's step."""
         if not self._watches():
             return
-        if id(optimizer) in self._stepping and not _is_nested(optimizer):
-            # its last step raised, and the program went on
-            self._stepping.clear()
-            self.inside = [part for part in self.inside if part != "optimizer"]
-            self.recorder.leave()
-        self._stepping.append(id(optimizer))
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        while self.inside.count("optimizer") >= max(1, codes.count(_STEP)):
+            self.inside.remove("optimizer")  # a step that raised, and the program went on
+            if "optimizer" not in self.inside:
+                self.recorder.leave()
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
             self._optimizers.add(optimizer)
             self.begin()
-            self.only_calls = False
+            self.kinds.add("optimizer")
             self.describe()
+            self.look_for_gpu(*updated(optimizer))
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
                 self.ledger.owns_trained(optimizer, model=bool(self.met), described=self.described)
-            elif self.awaits_gpu:
-                self.look_for_gpu(*updated(optimizer))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
@@ -204,7 +200,6 @@ class Observer(Program):
         if not self._watches():
             return
         self.inside.pop()
-        self._stepping.pop()
         if self.recorder.ledger is not None:
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
@@ -233,15 +228,6 @@ class Observer(Program):
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if self.only_calls:
+        if not self.kinds:
             tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables
-
-
-_STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
-
-
-def _is_nested(optimizer: Any) -> bool:
-    """Whether the step that begins lies inside one of the same optimizer: ``super().step()``."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _STEP)
-    return sum(frame.f_locals["self"] is optimizer for frame in frames) > 1

@@ -50,8 +50,7 @@ class Program:
         self.ledger = ForeignLedger(self) if memory_steps else None  # recorder.ledger while on
         self.step = 0  # the step that is open, or comes next
         self.in_step = self.started = False  # a step is open; the first step has begun
-        self.only_calls = True  # there was no forward, backward or optimizer yet
-        self.trains = False  # there was a forward or a backward
+        self.kinds: set[str] = set()  # of the parts of steps that there were
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
