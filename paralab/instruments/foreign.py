@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
-from paralab.instruments.foreign_calls import as_data
 from paralab.instruments.foreign_flights import Flights
 from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
@@ -137,8 +136,7 @@ class Observer(Program):
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
             result = call()
-            spans = self.flights.was_waiting()
-        self.flights.settle(spans)
+            self.flights.was_waiting()
         if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
             self.describe()  # at the program's end its modules may be gone
         if self.recorder.ledger is not None:
@@ -228,6 +226,6 @@ class Observer(Program):
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if not self.kinds:
-            tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
+        if self.kinds:  # else all calls are the program's data
+            tables["collectives"]["phase"][: self.setup] = ["setup"] * self.setup
         return tables

@@ -169,17 +169,6 @@ def is_uneven(args: dict[str, Any]) -> bool:
     return any(isinstance(parts, list) and len({t.shape for t in parts}) > 1 for parts in lists)
 
 
-def as_data(calls: dict[str, list]) -> Iterator[str]:
-    """The phases of the calls of a program without a forward, backward or optimizer: calls that
-    were taken for its setup are its data, or gloo's surplus.
-    """
-    columns = list(zip(calls["op"], calls["span"], calls["phase"], strict=True))
-    scattered = {span for op, span, _ in columns if op == "reduce_scatter"}
-    for op, span, phase in columns:
-        surplus = op == "all_gather" and span in scattered  # see [Note: gloo]
-        yield phase if phase != "setup" else SURPLUS if surplus else "data"
-
-
 def is_control(sent: list[Tensor]) -> bool:
     """Whether a message is bookkeeping: one number (a norm, a loss, a flag), or up to `INDICES`
     bytes of integers.

@@ -131,9 +131,7 @@ class Flights:
 
     def _phase(self, sent: list[Tensor], of_program: bool) -> str:
         """The phase of a call. Messages of other threads are not part of the program's steps."""
-        if not self.program.started:
-            return "setup"
-        if not of_program or is_control(sent):
+        if self.program.started and (not of_program or is_control(sent)):
             return "control"
         return self.program.inside[-1] if self.program.inside else "data"
 
@@ -190,7 +188,7 @@ class Flights:
         finally:
             self.settle(spans)
 
-    def was_waiting(self) -> tuple[int, ...]:
+    def was_waiting(self) -> None:
         """At the end of a backward: the spans of its calls that C++ code has launched and, as their
         Work is gone, waited for. The time since the last launch becomes a wait for them.
         """
@@ -198,7 +196,7 @@ class Flights:
         kept = {span for spans, _ in self._works.values() for span in spans}
         if spans := tuple(sorted(self.backward_calls - kept)):
             self.recorder.was_waiting(spans)
-        return spans
+            self.settle(spans)
 
     def settle(self, spans: tuple[int, ...]) -> None:
         """The wait for these calls is over."""
