@@ -57,7 +57,8 @@ class Observer(Program):
     def __init__(self, recorder: Recorder, *, existing: bool = False, **settings: Any) -> None:
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that have stepped
+        # all whose step has begun, and whether one has ended
+        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         # those that have stepped since the last forward or backward, which share a training step,
         # and the ids of the parameters that each has updated in it
         self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
@@ -164,14 +165,14 @@ class Observer(Program):
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
-            self._optimizers.add(optimizer)
+            self._optimizers.setdefault(optimizer, False)
             self.begin()
             self.kinds.add("optimizer")
             self.describe()
             self.look_for_gpu(*updated(optimizer))
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
-                self.ledger.owns_trained(optimizer, model=bool(self.met), described=self.described)
+                self.ledger.owns_trained(optimizer)
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
@@ -180,7 +181,8 @@ class Observer(Program):
         that steps for some of its parameters after the other. Raises ValueError where the end of a
         training step is not known.
         """
-        why, others = "", sorted({type(known).__name__ for known in self._optimizers})
+        ended = (known for known, ended in self._optimizers.items() if ended)
+        why, others = "", sorted({type(known).__name__ for known in ended})
         if "backward" in self.inside:
             why = "it steps inside a backward"
         elif others and not self._step_sharers and optimizer not in self._optimizers:
@@ -202,6 +204,7 @@ class Observer(Program):
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
+            self._optimizers[optimizer] = True
             self._step_sharers.setdefault(optimizer, set()).update(map(id, updated(optimizer)))
             if not self.marked:
                 self.end_step()
