@@ -365,18 +365,21 @@ def test_calls_before_a_forward_are_setup_also_if_its_step_is_left_out():
     assert set(report.collectives["phase"]) == {"setup"}
 
 
-def catches():
+def catches(several):
     """The first of four steps raises, as one with a bad loss scale may; the program goes on."""
-    parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    made = [torch.nn.Parameter(torch.ones(4)) for _ in range(1 + several)]
+    first, *others = (torch.optim.SGD([parameter], lr=0.1) for parameter in made)
     for step in range(4):
-        parameter.sum().backward()
+        sum(made).sum().backward()
         with contextlib.suppress(ZeroDivisionError):
-            optimizer.step(None if step else lambda: 1 / 0)
+            first.step(None if step else lambda: 1 / 0)
+        for other in others:
+            other.step()
 
 
-def test_an_optimizer_whose_step_raised_ends_later_ones():
-    assert len(pl.observe(catches, 1).steps) == 3
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_whose_step_raised_ends_later_ones(several):
+    assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
 
 
 def hooked():

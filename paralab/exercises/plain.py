@@ -219,12 +219,10 @@ class LateCalls:
         way = {"send": " to", "recv": " from"}.get(op)  # other calls may send nothing: no row
         return f"{op} #{number}" + (f"{way} rank {rows[0][4]}" if way else ""), span
 
-    @contextlib.contextmanager
-    def _waiting(self, work: Any, *_: Any) -> Iterator[None]:
+    def _waiting(self, wait: Callable[[], Any], work: Any, *_: Any) -> Any:
         call = self.in_flight.pop(work, None)
         if call is None:  # waited for before
-            yield
-            return
+            return wait()
         recorder = self.watch.recorder
         recorder.enter("wait", after=(call.span,))
         others = [other.words for other in self.in_flight.values()][:3]
@@ -232,8 +230,9 @@ class LateCalls:
         self.context.note(call.words + also)
         try:
             with _disable_current_modes():  # gloo's reduce-scatter copies a tensor of its own
-                yield
+                result = wait()
                 call.arrive()
+                return result
         finally:
             self.context.note("")
             recorder.leave()
@@ -272,18 +271,17 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
         raise illegal("peer", peer, "a rank sends nothing to itself", legal)
 
 
-@contextlib.contextmanager
-def _uncounted(*_: Any) -> Iterator[None]:
+def _uncounted(call: Callable[[], Any], *_: Any) -> Any:
     """Does not count the tensor that a barrier makes, which is not the answer's."""
     with _disable_current_modes():
-        yield
+        return call()
 
 
-def _require_tensor(value: Any, name: str, *_: Any) -> Any:
+def _require_tensor(call: Callable[[], None], value: Any, name: str, *_: Any) -> None:
     if not isinstance(value, Tensor):
         legal = "a tensor; .grad is None unless the tensor required a gradient before its forward"
         raise illegal(name, value, "it cannot be sent or filled", legal)
-    return contextlib.nullcontext()
+    call()
 
 
 def _refuse_future(*_: Any) -> Any:

@@ -27,7 +27,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
-from paralab.instruments.foreign_calls import as_data
 from paralab.instruments.foreign_flights import Flights
-from paralab.instruments.foreign_hooks import UNSEEN, around
+from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
 from paralab.instruments.foreign_program import Program, of_python
 from paralab.instruments.recorder import Recorder
 
+_STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 
 
@@ -57,11 +57,11 @@ class Observer(Program):
     def __init__(self, recorder: Recorder, *, existing: bool = False, **settings: Any) -> None:
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that have stepped
+        # all whose step has begun, and whether one has ended
+        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         # those that have stepped since the last forward or backward, which share a training step,
         # and the ids of the parameters that each has updated in it
         self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
-        self._stepping: list[int] = []  # ids of optimizers inside their step, outermost first
 
     # ---- on and off ---------------------------------------------------------------------------
     def __enter__(self) -> Observer:
@@ -70,7 +70,7 @@ class Observer(Program):
         # These two functions allocate DistributedDataParallel's buckets.
         makers = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
         for owner, name in makers:
-            around(undo, owner, name, lambda *_: recorder.making("buffers"))
+            around(undo, owner, name, self._making)
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)
@@ -96,12 +96,10 @@ class Observer(Program):
         step: forwards of the same module, or backwards.
         """
         self._step_sharers.clear()
-        if not self.trains:
-            self.trains = True
-            if self.step == 1 and not self.marked:
-                self.was_setup()
+        if self.kinds <= {"optimizer"} and self.step == 1 and not self.marked:
+            self.was_setup()
         self.begin()
-        self.only_calls = False
+        self.kinds.add(kind)
         self.recorder.enter(kind, self.counts[counted])
         self.counts[counted] += 1
         self.inside.append(kind)
@@ -111,45 +109,44 @@ class Observer(Program):
             self.inside.pop()
             self.recorder.leave()
 
-    def _forward(self, module: Any, *_: Any) -> Any:
+    def _forward(self, call: Callable[[], Any], module: Any, *_: Any) -> Any:
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
         if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
             trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
             self.about["threads"] = trains and of_python()
-        return UNSEEN if inner or not self._watches() else self._outer_forward(module)
-
-    @contextlib.contextmanager
-    def _outer_forward(self, module: Any) -> Iterator[None]:
+        if inner or not self._watches():
+            return call()
         if parameters := self.meet(module):  # before a step's first sample of memory
             self.look_for_gpu(*parameters)
             self.recorder.owns("parameters", *parameters)
         with self._part("forward", id(module)):
-            yield
+            return call()
 
-    def _backward(self, outputs: Any, *_: Any) -> Any:
-        """Around autograd's call of its engine."""
+    def _backward(self, call: Callable[[], Any], outputs: Any, *_: Any) -> Any:
+        """Around autograd's call of its engine: the outermost call is a backward."""
         if self.captures():
-            return UNSEEN
+            return call()
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
         if not self.is_main():
             self.about["threads"] |= of_python()
-            return UNSEEN
-        return UNSEEN if "backward" in self.inside else self._outer_backward()
-
-    @contextlib.contextmanager
-    def _outer_backward(self) -> Iterator[None]:
+        if not self.is_main() or "backward" in self.inside:
+            return call()
         self.about["closures"] |= "optimizer" in self.inside
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
-            yield
-            spans = self.flights.was_waiting()
-        self.flights.settle(spans)
+            result = call()
+            self.flights.was_waiting()
         if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
             self.describe()  # at the program's end its modules may be gone
         if self.recorder.ledger is not None:
             self.ledger.find_gradients()
+        return result
+
+    def _making(self, call: Callable[[], Any], *_: Any) -> Any:
+        with self.recorder.making("buffers"):
+            return call()
 
     def _watches(self) -> bool:
         """Whether this is the observed thread, and it does not capture a graph."""
@@ -160,24 +157,22 @@ class Observer(Program):
         """Before an optimizer's step, which may lie inside another optimizer's step."""
         if not self._watches():
             return
-        if id(optimizer) in self._stepping and not _is_nested(optimizer):
-            # its last step raised, and the program went on
-            self._stepping.clear()
-            self.inside = [part for part in self.inside if part != "optimizer"]
-            self.recorder.leave()
-        self._stepping.append(id(optimizer))
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        while self.inside.count("optimizer") >= max(1, codes.count(_STEP)):
+            self.inside.remove("optimizer")  # a step that raised, and the program went on
+            if "optimizer" not in self.inside:
+                self.recorder.leave()
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
-            self._optimizers.add(optimizer)
+            self._optimizers.setdefault(optimizer, False)
             self.begin()
-            self.only_calls = False
+            self.kinds.add("optimizer")
             self.describe()
+            self.look_for_gpu(*updated(optimizer))
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
-                self.ledger.owns_trained(optimizer, model=bool(self.met), described=self.described)
-            elif self.awaits_gpu:
-                self.look_for_gpu(*updated(optimizer))
+                self.ledger.owns_trained(optimizer)
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
@@ -186,7 +181,8 @@ class Observer(Program):
         that steps for some of its parameters after the other. Raises ValueError where the end of a
         training step is not known.
         """
-        why, others = "", sorted({type(known).__name__ for known in self._optimizers})
+        ended = (known for known, ended in self._optimizers.items() if ended)
+        why, others = "", sorted({type(known).__name__ for known in ended})
         if "backward" in self.inside:
             why = "it steps inside a backward"
         elif others and not self._step_sharers and optimizer not in self._optimizers:
@@ -204,18 +200,17 @@ class Observer(Program):
         if not self._watches():
             return
         self.inside.pop()
-        self._stepping.pop()
         if self.recorder.ledger is not None:
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
+            self._optimizers[optimizer] = True
             self._step_sharers.setdefault(optimizer, set()).update(map(id, updated(optimizer)))
             if not self.marked:
                 self.end_step()
 
-    @contextlib.contextmanager
-    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
-        yield
+    def _loading(self, call: Callable[[], None], optimizer: Any, *_: Any) -> None:
+        call()
         if self.recorder.ledger is not None and self.is_main():
             self.ledger.owns_state(optimizer)
 
@@ -234,15 +229,6 @@ class Observer(Program):
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if self.only_calls:
-            tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
+        if self.kinds:  # else all calls are the program's data
+            tables["collectives"]["phase"][: self.setup] = ["setup"] * self.setup
         return tables
-
-
-_STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
-
-
-def _is_nested(optimizer: Any) -> bool:
-    """Whether the step that begins lies inside one of the same optimizer: ``super().step()``."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _STEP)
-    return sum(frame.f_locals["self"] is optimizer for frame in frames) > 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,10 +62,9 @@ class Calls:
         self._groups: dict[tuple[str, str], Where] = {}
         self._meshes: list[Any] = []
 
-    @contextlib.contextmanager
-    def meshing(self, mesh: Any, *_: Any) -> Iterator[None]:
+    def meshing(self, call: Callable[[], None], mesh: Any, *_: Any) -> None:
         """Around the creation of a DeviceMesh, which may name the axis of an existing group."""
-        yield
+        call()
         self._meshes.append(weakref.ref(mesh))
         self._groups.clear()
 
@@ -168,17 +167,6 @@ def is_uneven(args: dict[str, Any]) -> bool:
     """Whether an argument is a list of tensors, one per rank, that differ in shape."""
     lists = (inner for value in args.values() if isinstance(value, list) for inner in value)
     return any(isinstance(parts, list) and len({t.shape for t in parts}) > 1 for parts in lists)
-
-
-def as_data(calls: dict[str, list]) -> Iterator[str]:
-    """The phases of the calls of a program without a forward, backward or optimizer: calls that
-    were taken for its setup are its data, or gloo's surplus.
-    """
-    columns = list(zip(calls["op"], calls["span"], calls["phase"], strict=True))
-    scattered = {span for op, span, _ in columns if op == "reduce_scatter"}
-    for op, span, phase in columns:
-        surplus = op == "all_gather" and span in scattered  # see [Note: gloo]
-        yield phase if phase != "setup" else SURPLUS if surplus else "data"
 
 
 def is_control(sent: list[Tensor]) -> bool:

@@ -35,7 +35,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,9 +131,7 @@ class Flights:
 
     def _phase(self, sent: list[Tensor], of_program: bool) -> str:
         """The phase of a call. Messages of other threads are not part of the program's steps."""
-        if not self.program.started:
-            return "setup"
-        if not of_program or is_control(sent):
+        if self.program.started and (not of_program or is_control(sent)):
             return "control"
         return self.program.inside[-1] if self.program.inside else "data"
 
@@ -144,20 +142,16 @@ class Flights:
         elif spans:
             self._works[work] = spans, on_gpu
 
-    @contextlib.contextmanager
-    def _begin_batch(self, *_: Any) -> Iterator[None]:
-        yield
+    def _begin_batch(self, call: Callable[[], None], *_: Any) -> None:
+        call()
         self._batches[threading.get_ident()] = []
 
-    @contextlib.contextmanager
-    def _end_batch(self, *_: Any) -> Iterator[Callable[[Any], None]]:
+    def _end_batch(self, call: Callable[[], Any], *_: Any) -> Any:
         spans = tuple(self._batches.pop(threading.get_ident(), ()))
-
-        def launched(work: Any) -> None:
-            self._in_flight(work, spans, on_gpu=True)
-            self.program.about["batches"] |= bool(spans) and work is not None
-
-        yield launched
+        work = call()
+        self._in_flight(work, spans, on_gpu=True)
+        self.program.about["batches"] |= bool(spans) and work is not None
+        return work
 
     # ---- how they end ---------------------------------------------------------------------------
     def _record_end(self, future: Any, span: int, where: Where, gpu: Any) -> None:
@@ -172,35 +166,29 @@ class Flights:
                 future.wait()
                 recorder.completed(span, clock.mark())
 
-    def _wait_work(self, work: Any, *_: Any) -> Any:
+    def _wait_work(self, call: Callable[[], Any], work: Any, *_: Any) -> Any:
         """Around ``Work.wait``."""
         self.drop_last_work()
-        if self.program.is_program() and not self.program.captures():
-            return self._wait(*self._works.pop(work, ((), False)))
-        return UNSEEN
+        return self._wait(call, *self._works.get(work, ((), False)))
 
-    def _wait_tensor(self, args: dict[str, Any], original: Callable[[], Any]) -> Any:
+    def _wait_tensor(self, args: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Around ``wait_tensor``, a wait for the last call that used the tensor's storage."""
-        program, tensor = self.program, args["tensor"]
-        spans = program.last_calls.get(tensor.untyped_storage()._cdata, ())
-        seen = program.is_program() and not program.captures()
-        with self._wait(spans, tensor.is_cuda) if seen else UNSEEN:
-            return original()
+        tensor = args["tensor"]
+        spans = self.program.last_calls.get(tensor.untyped_storage()._cdata, ())
+        return self._wait(call, spans, tensor.is_cuda)
 
-    @contextlib.contextmanager
-    def _wait(self, spans: tuple[int, ...], on_gpu: bool) -> Iterator[None]:
-        if aside := on_gpu and self.program.is_aside():  # [Note: at once]
-            self.program.about["aside"] = True
-        else:
-            self.recorder.enter("wait", after=spans)
+    def _wait(self, call: Callable[[], Any], spans: tuple[int, ...], on_gpu: bool) -> Any:
+        if not self.program.is_program() or self.program.captures():
+            return call()
+        aside = on_gpu and self.program.is_aside()  # [Note: at once]
+        self.program.about["aside"] |= aside
         try:
-            yield
+            with UNSEEN if aside else self.recorder.span("wait", after=spans):
+                return call()
         finally:
-            if not aside:
-                self.recorder.leave()
             self.settle(spans)
 
-    def was_waiting(self) -> tuple[int, ...]:
+    def was_waiting(self) -> None:
         """At the end of a backward: the spans of its calls that C++ code has launched and, as their
         Work is gone, waited for. The time since the last launch becomes a wait for them.
         """
@@ -208,7 +196,7 @@ class Flights:
         kept = {span for spans, _ in self._works.values() for span in spans}
         if spans := tuple(sorted(self.backward_calls - kept)):
             self.recorder.was_waiting(spans)
-        return spans
+            self.settle(spans)
 
     def settle(self, spans: tuple[int, ...]) -> None:
         """The wait for these calls is over."""
@@ -217,8 +205,7 @@ class Flights:
             self.recorder.settled(span, self.recorder.clock.mark())
 
 
-@contextlib.contextmanager
-def _destroying(*_: Any) -> Iterator[None]:
+def _destroying(call: Callable[[], None], *_: Any) -> None:
     """See [Note: destroyed]."""
     time.sleep(PATIENCE)
-    yield
+    call()

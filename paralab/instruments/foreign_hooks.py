@@ -17,7 +17,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,32 +27,24 @@ from torch.library import Library
 UNSEEN = contextlib.nullcontext()  # the block around a call that is not recorded
 
 
-def around(
-    undo: ExitStack, owner: Any, name: str, block: Callable[..., AbstractContextManager]
-) -> None:
-    """Until ``undo`` is closed, each call of ``owner.name`` runs in ``with block(*arguments)``; not
-    while torch.compile traces it, as a block would break the graph. If the block yields a function,
-    that is called with the result.
+def around(undo: ExitStack, owner: Any, name: str, handler: Callable[..., Any]) -> None:
+    """Until ``undo`` is closed, ``owner.name(*args)`` is ``handler(call, *args)``, and ``call()``
+    makes the call. Not while torch.compile traces it, as a handler would break the graph.
     """
     original = getattr(owner, name)
 
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with block(*args) as on_result:
-            result = original(*args, **kwargs)
-            if on_result is not None:
-                on_result(result)
-            return result
+    def function(*args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, *args, **kwargs)
+        return call() if torch.compiler.is_compiling() else handler(call, *args)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_compiling() else within)(self, *args, **kwargs)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_compiling() else within)(*args, **kwargs)
+        call = functools.partial(original, self, *args, **kwargs)
+        return call() if torch.compiler.is_compiling() else handler(call, self, *args)
 
     method.__code__ = method.__code__.replace()  # a copy: see [Note: self]
     undo.callback(setattr, owner, name, original)
-    call = method if isinstance(owner, type) else function
-    setattr(owner, name, functools.wraps(original)(call))
+    replacement = method if isinstance(owner, type) else function
+    setattr(owner, name, functools.wraps(original)(replacement))
 
 
 def untraced(function: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,12 +165,12 @@ class ForeignLedger(Ledger):
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
 
-    def owns_trained(self, optimizer: Any, *, model: bool, described: Container[int]) -> None:
-        """Assign a category to tensors that an optimizer updates and that have none. With a
-        ``model`` (a module was called) they are copies of its weights in higher precision and
-        belong to the optimizer; without one, and if autograd has saved them or their id is among
-        those of modules' parameters, ``described``, they are parameters.
+    def owns_trained(self, optimizer: Any) -> None:
+        """Assign a category to tensors that an optimizer updates and that have none. If a module
+        was called they are copies of its weights in higher precision and belong to the optimizer;
+        otherwise, and if autograd has saved them or a module has them, they are parameters.
         """
+        model, described = bool(self.program.met), self.program.described
         for parameter in updated(optimizer):
             life = self._meet(parameter)
             if life is None or life.category not in (*UNNAMED, "activations"):

@@ -50,8 +50,8 @@ class Program:
         self.ledger = ForeignLedger(self) if memory_steps else None  # recorder.ledger while on
         self.step = 0  # the step that is open, or comes next
         self.in_step = self.started = False  # a step is open; the first step has begun
-        self.only_calls = True  # there was no forward, backward or optimizer yet
-        self.trains = False  # there was a forward or a backward
+        self.kinds: set[str] = set()  # of the parts of steps that there were
+        self.setup = 0  # how many of the recorded calls came before the first step
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
@@ -59,7 +59,7 @@ class Program:
         # counted without initializing CUDA, after which a program could not fork.
         self.device, self.awaits_gpu = "cpu", torch.cuda.device_count() > 0
         self.stream: Any = None  # the stream that the program computes on
-        self._gpus, self._thread = self.awaits_gpu, threading.get_ident()
+        self._thread = threading.get_ident()
         self.about: dict[str, Any] = {"modules": [], "parameters": []}  # meta["observed"]
         self.about |= dict.fromkeys(FLAGS, False)
         self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that were called
@@ -138,8 +138,7 @@ class Program:
 
     def captures(self) -> bool:
         """Whether this thread's stream is being captured: see [Note: graphs]."""
-        cuda = torch.cuda
-        captures = self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         self.about["graphs"] |= captures
         return captures
 
@@ -154,6 +153,7 @@ class Program:
         if self.in_step:
             return
         if not self.started:
+            self.setup = len(self.recorder.calls)
             self.recorder.leave()
             self.recorder.drop_step("comm")
         if self.step >= self.memory_steps:
@@ -168,6 +168,8 @@ class Program:
             return  # the optimizer's step has ended it already
         if self.captures():
             return
+        if not self.started:
+            self.setup = len(self.recorder.calls)
         self.recorder.leave()
         self.recorder.end_step()
         self.in_step, self.started, self.step = False, True, self.step + 1

@@ -45,7 +45,7 @@ class Recorder:
         self._began: Any = None  # the mark at which the current part of the open span began
         self._last = -1  # id of the part that ended last on the compute lane
         self._spans: list[tuple] = []  # the step is the first field of all rows
-        self._calls: list[tuple] = []
+        self.calls: list[tuple] = []
         self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}  # span of a collective: the mark at its end
         self._lane_work: dict[int, tuple] = {}  # span of a job on a lane: its start, end and cost
@@ -107,7 +107,7 @@ class Recorder:
     @contextmanager
     def unwritten(self) -> Iterator[None]:
         """The block, which lies between two steps, leaves no span, collective or copy."""
-        tables = (self._spans, self._calls, self._copies)
+        tables = (self._spans, self.calls, self._copies)
         counts = [len(table) for table in tables]
         try:
             yield
@@ -216,7 +216,7 @@ class Recorder:
 
     def call(self, row: tuple) -> None:
         """Record a collective: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
-        self._calls.append((self.step, *row))
+        self.calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int, *, waits: bool = True) -> None:
@@ -254,19 +254,15 @@ class Recorder:
         step, _, _, beside = self._steps[-1]
         self._steps[-1][2:] = None, self.clock.beside() - beside
         self.step, later = step, step + 1
-        for table in (self._spans, self._calls):
+        for table in (self._spans, self.calls):
             table[:] = [(step, *row[1:]) if row[0] == later else row for row in table]
         self.samples[:] = [s._replace(step=step) if s.step == later else s for s in self.samples]
 
     def drop_step(self, kept: str = "") -> None:
-        """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay, as those
-        of the setup.
-        """
+        """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay."""
         step = self._steps.pop()[0]
         self._spans = [row for row in self._spans if row[0] != step or row[3] == kept]
-        rest = [row for row in self._calls if row[0] != step]
-        setup = [(*row[:7], "setup", *row[8:]) for row in self._calls if row[0] == step and kept]
-        self._calls = setup + rest
+        self.calls = [row for row in self.calls if row[0] != step or kept]
         self._allocated = [row for row in self._allocated if row[1] != step]
         self._copies = [row for row in self._copies if row[0] != step]
         self.samples[:] = [sample for sample in self.samples if sample.step != step]
@@ -283,7 +279,7 @@ class Recorder:
             spans.append((span, self.rank, step, lane, kind, *place, *times[span], cost, after))
         # ``after`` may name spans that an `unwritten` block has removed: leave them out.
         spans = [(*row, [span for span in after if span in times]) for *row, after in spans]
-        for step, call, op, axis, ranks, *row, span in self._calls:
+        for step, call, op, axis, ranks, *row, span in self.calls:
             of_rank = (call, self.rank, step, op, axis, list(ranks))
             calls.append((*of_rank, *row, *times[span], span))
         copies = [(self.rank, *row[:-1], *times[row[-1]], row[-1]) for row in self._copies]
