@@ -20,12 +20,20 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if os.name != "posix":
     raise ImportError(
         f"paralab needs the processes, signals and file locks of a Unix system, not {os.name!r}; "
         "on Windows run Jupyter inside WSL 2, where everything works"
+    )
+if sys.version_info < (3, 11) or find_spec("cloudpickle") is None:  # needed before all the others
+    raise ImportError(
+        f"{sys.executable} (Python {sys.version.split()[0]}) cannot run paralab: it needs Python "
+        "3.11 or newer, and the packages that `pip install -e` of its clone installs; `make lab` "
+        "there sets up .venv/bin/python with all of them"
     )
 
 from paralab import theory

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,14 +32,16 @@ from paralab.view.theme import in_bytes, in_seconds, in_speed, scaled
 
 Machine = SimpleNamespace  # the facts that `examine` returns
 GB, MB = 10**9, 10**6
-OLDEST_PYTHON = (3, 11)
 # Bytes of JupyterLab (server and kernel) and of a rank, measured after training.
 BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
 SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
-PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab")
-PACKAGES += ("cloudpickle", "safetensors", "tqdm")
+# {package: the oldest version that will do}, as pyproject.toml has them
+OLDEST = {"numpy": "2.0", "pandas": "2.2.2", "plotly": "7.0", "anywidget": "0.11"}
+OLDEST |= {"ipywidgets": "8.1", "jupyterlab": "4.6", "cloudpickle": "3.1", "safetensors": "0.4.3"}
+OLDEST |= {"tqdm": "4.67"}
+OLDEST_TORCH = "2.11"
 # {the most ranks that a lab starts at once: these labs}
 LABS = {
     1: ("00", "09"),
@@ -60,7 +63,7 @@ def examine(device: str) -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        packages={name: calibrate.version_of(name) for name in PACKAGES},
+        packages={name: calibrate.version_of(name) for name in OLDEST},
         cores=available_cores(),
         memory=calibrate.memory_bytes(),  # of the machine, or of the container
         free_memory=free_memory(),
@@ -245,21 +248,30 @@ def _checks(machine: Machine) -> Iterator[Check]:
     lacks = "this kernel shows none; one experiment of lab 01 needs it, the rest of the lab runs"
     yield Check("byte counter", "the kernel shows one" if machine.loopback_counter else lacks)
 
-    old = tuple(int(part) for part in machine.python.split(".")[:2]) < OLDEST_PYTHON
-    yield Check("Python", machine.python, "install Python 3.11 or newer" * old)
-    finding = ", ".join(f"{name} {found or 'missing'}" for name, found in machine.packages.items())
-    missing = [name for name, found in machine.packages.items() if found is None]
-    remedy = f"{sys.executable} -m pip install {' '.join(missing)}"
-    yield Check("packages", finding, remedy * bool(missing))
+    yield Check("Python", machine.python)
+    found, wanted = [], []
+    for name, version in machine.packages.items():
+        old = version is None or _numbers(version) < _numbers(OLDEST[name])
+        found.append(f"{name} {version or 'missing'}{' (too old)' * bool(version and old)}")
+        wanted += [f"'{name}>={OLDEST[name]}'"] * old
+    remedy = f"{sys.executable} -m pip install {' '.join(wanted)}"
+    yield Check("packages", ", ".join(found), remedy * bool(wanted))
+
+
+def _numbers(version: str) -> list[int]:
+    """Of 2.13.0+cpu [2, 13, 0]."""
+    return [int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3]]
 
 
 def _torch(machine: Machine) -> tuple[str, str]:
     """(finding, remedy) for torch."""
     error, backends = machine.torch["error"], machine.torch["backends"]
+    install = f"{sys.executable} -m pip install --force-reinstall 'torch>={OLDEST_TORCH}'"
+    install += " (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
     if error is not None:
-        install = f"{sys.executable} -m pip install --force-reinstall torch"
-        cpu = "--index-url https://download.pytorch.org/whl/cpu"
-        return f"cannot be imported: {error}", f"{install} (without a GPU: {cpu})"
+        return f"cannot be imported: {error}", install
+    if _numbers(machine.torch["version"]) < _numbers(OLDEST_TORCH):
+        return f"{machine.torch['version']} (too old)", install
     remedy = "ranks on CPUs communicate over gloo: install torch from pytorch.org"
     finding = f"{machine.torch['version']} with {' and '.join(backends) or 'no backend'}"
     return finding, remedy * ("gloo" not in backends)

@@ -20,7 +20,7 @@ GB, MB = 10**9, 10**6
 TORCH = {"version": "2.13.0", "cuda": None, "gpus": [], "backends": ["gloo"], "error": None}
 H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
-    system="Linux x86_64", python="3.11.7", packages=dict.fromkeys(doctor.PACKAGES, "1.0"), cores=2,
+    system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
     memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
     temp_free=90 * GB, forkserver=True, loopback_counter=True, load_shown=True,
 )  # fmt: skip
@@ -76,8 +76,12 @@ BAD = [
     (dict(torch=NO_TORCH), "torch: cannot be imported: ModuleNotFoundError: No module; "),
     (dict(torch=TORCH | {"backends": []}), "with no backend; ranks on CPUs communicate over gloo"),
     (dict(packages={**LAPTOP["packages"], "plotly": None, "pandas": None}),
-     "-m pip install pandas plotly"),
-    (dict(python="3.10.4"), "Python: 3.10.4; install Python 3.11 or newer"),
+     "-m pip install 'pandas>=2.2.2' 'plotly>=7.0'"),
+    (dict(packages={**LAPTOP["packages"], "numpy": "10.0.0rc1", "plotly": "6.9.0"}),
+     "numpy 10.0.0rc1, pandas 2.2.2, plotly 6.9.0 (too old), "),
+    (dict(packages={**LAPTOP["packages"], "safetensors": "0.4.2"}),
+     "-m pip install 'safetensors>=0.4.3'"),
+    (dict(torch=TORCH | {"version": "2.9.1+cpu"}), "torch: 2.9.1+cpu (too old); "),
     (dict(free_memory=300 * MB), "300 MB free: room for 0 ranks; close other programs"),
     (dict(temp=None, temp_free=None), "temp folder: there is none that can be written to; "),
     (dict(temp_free=5 * MB), "temp folder: /tmp, 5 MB free; make room"),

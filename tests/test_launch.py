@@ -429,11 +429,16 @@ def test_the_start_method_is_the_systems_unless_the_environment_asks(monkeypatch
     refuses("PARALAB_START='spoon': .*legal: 'fork' | 'spawn'", pl.launch, sum_of_ranks, ranks=1)
 
 
-def test_windows_is_refused_with_what_works_there() -> None:
-    """Where the import itself would fail, at the first module that only Unix has."""
-    imports = "import os, sys\nos.name, sys.modules['fcntl'] = 'nt', None\nimport paralab"
-    done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True)
-    assert done.stderr.strip().endswith("run Jupyter inside WSL 2, where everything works")
+@pytest.mark.parametrize("there, said", [
+    ("os.name, sys.modules['fcntl'] = 'nt', None", "WSL 2, where everything works"),
+    ("sys.version_info = (3, 10, 13)", "it needs Python 3.11 or newer, and the"),
+    ("sys.modules['cloudpickle'] = None", "`make lab` there sets up"),
+])  # fmt: skip
+def test_what_cannot_run_it_is_told_what_can(there: str, said: str) -> None:
+    """Where the import itself would fail, at the first module that is missing there."""
+    code = f"import os, sys\n{there}\nimport paralab"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said in done.stderr.strip().splitlines()[-1]
 
 
 # ---- who waits for whom -------------------------------------------------------------------------

@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+from paralab import doctor
 from processes import printed, python, ran
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +126,12 @@ def test_predicting_drawing_exploring_and_checking_need_no_torch_at_all(tmp_path
     done = python("-c", NO_TORCH, *names, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "torch was not missed"
+
+
+def test_doctor_wants_what_pyproject_wants():
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    doctors = doctor.OLDEST | {"torch": doctor.OLDEST_TORCH}
+    assert sorted(wanted) == sorted(f"{name}>={least}" for name, least in doctors.items())
 
 
 def test_what_colab_runs_installs_every_file_of_the_package(tmp_path):
