@@ -9,6 +9,10 @@ port. In a reduce over gloo n-1 members send straight to the root: all their byt
 root's link, those from other nodes at its port. NCCL reduces and broadcasts along a ring that
 passes pieces on (its src/graph/tuning.cc): no member receives or sends more than the tensor.
 
+[Note: slow links] Two of gloo's ranks have one connection for both ways, on which a receiver's
+announcement waits behind data. On a link of 100 Mbit/s an all-gather of two ranks took 1.5 times
+as long as its bytes, and an all-to-all or a reduce-scatter up to 2 times: this is not modelled.
+
 [Note: latency] Alpha is paid for every message that has to wait for an earlier one:
 
     ring   n-1 messages (an all-reduce: twice), of which nodes-1 go from node to node. Gloo's
