@@ -62,6 +62,8 @@ STEP_TIMES = [
     (4, {"wall": 5.0, "cores": 8}, "other work", "share"),
     (4, {"wall": 3.3, "nodes": [0, 1, 1, 1]}, "3 ranks share 2 cores, which explains", "threads"),
     (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "The run was on 2 nodes, prediction and ", "core"),
+    (2, {"wall": 1.3, "nodes": [0, 1]}, "inter=pl.Link(alpha=…, bandwidth=…))", "stated"),
+    (2, {"wall": 1.3, "nodes": [0, 1], "trip": 0.0602}, "alpha=0.06, ", "stated"),
     (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),
     (2, {"wall": 1.02, "cost": 1.01}, "The columns agree.", "%"),
@@ -76,6 +78,14 @@ def test_the_note_on_the_step_time_says_what_made_it_longer(dp, how, said, unsai
     seconds = {name: expect.step_time * how[name] for name in ("beside", "idle") if name in how}
     note = compare(expect, as_measured(expect, **how | seconds)).notes["step time"]
     assert said.format(1e3 * seconds.get("beside", 0.0)) in note and unsaid not in note
+
+
+def test_where_a_link_between_nodes_was_stated_it_may_be_slower_than_that():
+    apart = CLUSTER.replace(nodes=2, devices_per_node=1)
+    expect = predict(MODEL, pl.Plan(dp=2), apart)
+    for nodes, said in (([0, 1], True), ([0, 0], False)):
+        note = compare(expect, as_measured(expect, wall=2.0, nodes=nodes)).notes["step time"]
+        assert ("slower than stated" in note) == said
 
 
 def test_of_a_run_of_one_step_the_warm_up_is_the_reason():

@@ -100,6 +100,10 @@ def test_over_gloo_a_root_takes_in_what_all_others_reduce_and_over_nccl_the_tens
 def test_alpha_is_paid_for_every_message_and_between_nodes_for_those_that_cross():
     ring = NODES.ways("all_reduce", Reach(16, 4, 4))["ring"]
     assert ring.latency == pytest.approx(2 * (12 * 1e-6 + 3 * 1e-5))
+    gloo = NODES.replace(cores=4)  # in each step of its ring some member waits for another node
+    for op, halves in (("all_reduce", 2), ("all_gather", 1)):
+        assert gloo.ways(op, Reach(4, 2, 2))["ring"].latency == pytest.approx(halves * 3 * 1e-5)
+        assert gloo.ways(op, Reach(4, 4, 1))["ring"].latency == pytest.approx(halves * 3 * 1e-6)
 
 
 def test_a_tree_is_taken_where_it_is_quicker_and_what_is_stated_goes_before():

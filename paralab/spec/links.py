@@ -9,9 +9,14 @@ port. In a reduce over gloo n-1 members send straight to the root: all their byt
 root's link, those from other nodes at its port. NCCL reduces and broadcasts along a ring that
 passes pieces on (its src/graph/tuning.cc): no member receives or sends more than the tensor.
 
+[Note: slow links] Two of gloo's ranks have one connection for both ways, on which a receiver's
+announcement waits behind data. On a link of 100 Mbit/s an all-gather of two ranks took 1.5 times
+as long as its bytes, and an all-to-all or a reduce-scatter up to 2 times: this is not modelled.
+
 [Note: latency] Alpha is paid for every message that has to wait for an earlier one:
 
-    ring   n-1 messages (an all-reduce: twice), of which nodes-1 go from node to node
+    ring   n-1 messages (an all-reduce: twice), of which nodes-1 go from node to node. Gloo's
+           members receive and send before they go on, so each of the n-1 waits for other nodes
     tree   of an all-reduce: up and down ceil(log2 k) rounds inside a node and ceil(log2 nodes)
            between them, and each carries the whole tensor
 
@@ -41,7 +46,8 @@ TREE = 0.9  # rate of NCCL's trees, as a share of its rings'
 class Link(Description):
     """The alpha-beta model of one kind of link: a message of n bytes takes alpha + n / bandwidth.
 
-    alpha      seconds before the first byte
+    alpha      seconds before the first byte. Over gloo a message waits until its receiver has said
+               that it is ready: between machines this makes alpha a round trip, as ping shows it
     bandwidth  bytes per second that one rank can send
     """
 
@@ -119,7 +125,8 @@ def ways(
     name, rate = ("pairwise", member_rate) if pairwise else ("ring", ring_rate)
     if op == "broadcast":  # wire_bytes are a tree root's; in a ring a member sends the tensor once
         rate *= rounds(n)
-    by_algorithm = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), rate)}
+    cross = n - 1 if nodes > 1 and name == "ring" and not nccl else nodes - 1
+    by_algorithm = {name: Way(halves * ((n - 1 - cross) * near.alpha + cross * far.alpha), rate)}
     if op == "all_reduce" and nccl:
         latency = 2 * ((k - 1) * near.alpha + rounds(nodes) * far.alpha)
         by_algorithm["tree"] = Way(latency, TREE * (n - 1) / n * ring_rate)

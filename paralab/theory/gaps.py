@@ -88,10 +88,14 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     ranks, cores = facts.shared_cores(report, expect.cluster.cores)
     theirs, modelled = (facts.machines(each) for each in (report, expect))
     if len(theirs) > len(modelled):
+        trip = 2 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
+        alpha = f"{trip:.2g}" if trip and facts.device_of(report) == "cpu" else "…"
         yield (
             f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}, "
             f"without a link between nodes: predict for cluster.replace(nodes={len(theirs)}, "
-            f"devices_per_node={max(theirs.values())}, inter=pl.Link(alpha=…, bandwidth=…))."
+            f"devices_per_node={max(theirs.values())}, "
+            f"inter=pl.Link(alpha={alpha}, bandwidth=…))"
+            f"{', with the round trip that the ranks measured' * (alpha != '…')}."
         )
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
@@ -106,6 +110,8 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
             )
         elif len(theirs) <= len(modelled):
             yield "There is a core for every rank, but the cores had other work too."
+        if 1 < len(theirs) <= len(modelled):
+            yield "Links between nodes that are slower than stated have the same effect."
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the other "
