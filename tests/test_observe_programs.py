@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -415,6 +416,16 @@ def on_a_mesh_of_two_axes():
     trained(sharded(model, mesh=mesh["dp"]), 256)
 
 
+def counts_on(device):
+    """The FLOPs of a step are counted first, on a copy of the model without bytes."""
+    copy, empty = layers(2, bias=False).to("meta"), torch.ones(8, 256, device="meta")
+    if device == "fake":
+        with FakeTensorMode():
+            copy, empty = layers(2, bias=False), torch.ones(8, 256)
+    copy(empty).sum().backward()
+    trained(ddp(layers(2, bias=False)), 256)
+
+
 def two_layers_frozen():
     model = layers(3)
     for parameter in model[:2].parameters():
@@ -646,6 +657,8 @@ SAID = {
     (saves_the_whole_model,): (2, {FORM: (
         "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
         "0.131 MB of other traffic")}),
+    **dict.fromkeys([(counts_on, "meta"), (counts_on, "fake")], (2, {
+        TIMES: (ONCE,), FORM: (SUMMED + "2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.524 MB)",)})),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
