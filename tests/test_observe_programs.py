@@ -426,6 +426,26 @@ def counts_on(device):
     trained(ddp(layers(2, bias=False)), 256)
 
 
+def loss_in_parts():
+    """The last layer's loss is computed, with its gradient, for one part of the tokens after the
+    other, and reduced after the last: the other layers' backward follows.
+    """
+    model = sharded(layers(3, bias=False))
+    body, head = model[:2], model[2]
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        hidden = body(torch.ones(8, 256))
+        parts = hidden.detach().requires_grad_()
+        head.unshard()
+        for last, part in enumerate(parts.chunk(2)):
+            head.set_requires_gradient_sync(bool(last))
+            head.set_reshard_after_backward(bool(last))
+            head(part).square().sum().backward()
+        hidden.backward(parts.grad)
+        update.step()
+        update.zero_grad()
+
+
 def two_layers_frozen():
     model = layers(3)
     for parameter in model[:2].parameters():
@@ -659,6 +679,7 @@ SAID = {
         "0.131 MB of other traffic")}),
     **dict.fromkeys([(counts_on, "meta"), (counts_on, "fake")], (2, {
         TIMES: (ONCE,), FORM: (SUMMED + "2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.524 MB)",)})),
+    (loss_in_parts,): (2, {FORM: ("2 (n−1)/n Ψ = 0.786 MB per rank (n=2, Ψ=0.786 MB); gloo",)}),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
