@@ -161,6 +161,32 @@ def test_a_group_of_more_ranks_than_are_observed_is_refused():
 
 
 # ---- threads -----------------------------------------------------------------------------------
+def by_groups_of_its_own(stated):
+    """Sums over groups that torch does not register, as torchft makes them, of one name all."""
+    rank, sums = dist.get_rank(), []
+    members = ((0, 1), (rank,)) if stated else ((0, 1),)
+    for ranks in members:
+        store = dist.PrefixStore(str(ranks), dist.distributed_c10d._get_default_store())
+        place = ranks.index(rank), len(ranks)
+        gloo, group = dist.ProcessGroupGloo(store, *place), dist.ProcessGroup(store, *place)
+        if stated:
+            gloo.options.global_ranks_in_group = list(ranks)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group.allreduce([total := torch.ones(8)]).wait()
+        sums.append(total[0].item())
+    return sums
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_calls_of_a_group_that_torch_has_not_registered_are_seen(stated):
+    report = seen(by_groups_of_its_own, 2, (stated,))
+    assert report.results == [[2.0, 1.0][: 1 + stated]] * 2
+    sent = report.collectives.groupby(["axis", "wire_bytes"]).size().to_dict()
+    alone = {("ranks 0", 0): 1, ("ranks 1", 0): 1}
+    assert sent == {("world", 32): 2} | (alone if stated else {})
+
+
 def sums_on_a_thread():
     """A thread sums what a frozen module makes while the first one trains alone."""
     model = nn.PReLU().requires_grad_(False)
