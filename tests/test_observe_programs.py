@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +161,32 @@ def test_a_group_of_more_ranks_than_are_observed_is_refused():
 
 
 # ---- threads -----------------------------------------------------------------------------------
+def by_groups_of_its_own(stated):
+    """Sums over groups that torch does not register, as torchft makes them, of one name all."""
+    rank, sums = dist.get_rank(), []
+    members = ((0, 1), (rank,)) if stated else ((0, 1),)
+    for ranks in members:
+        store = dist.PrefixStore(str(ranks), dist.distributed_c10d._get_default_store())
+        place = ranks.index(rank), len(ranks)
+        gloo, group = dist.ProcessGroupGloo(store, *place), dist.ProcessGroup(store, *place)
+        if stated:
+            gloo.options.global_ranks_in_group = list(ranks)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group.allreduce([total := torch.ones(8)]).wait()
+        sums.append(total[0].item())
+    return sums
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_calls_of_a_group_that_torch_has_not_registered_are_seen(stated):
+    report = seen(by_groups_of_its_own, 2, (stated,))
+    assert report.results == [[2.0, 1.0][: 1 + stated]] * 2
+    sent = report.collectives.groupby(["axis", "wire_bytes"]).size().to_dict()
+    alone = {("ranks 0", 0): 1, ("ranks 1", 0): 1}
+    assert sent == {("world", 32): 2} | (alone if stated else {})
+
+
 def sums_on_a_thread():
     """A thread sums what a frozen module makes while the first one trains alone."""
     model = nn.PReLU().requires_grad_(False)
@@ -415,6 +442,36 @@ def on_a_mesh_of_two_axes():
     trained(sharded(model, mesh=mesh["dp"]), 256)
 
 
+def counts_on(device):
+    """The FLOPs of a step are counted first, on a copy of the model without bytes."""
+    copy, empty = layers(2, bias=False).to("meta"), torch.ones(8, 256, device="meta")
+    if device == "fake":
+        with FakeTensorMode():
+            copy, empty = layers(2, bias=False), torch.ones(8, 256)
+    copy(empty).sum().backward()
+    trained(ddp(layers(2, bias=False)), 256)
+
+
+def loss_in_parts():
+    """The last layer's loss is computed, with its gradient, for one part of the tokens after the
+    other, and reduced after the last: the other layers' backward follows.
+    """
+    model = sharded(layers(3, bias=False))
+    body, head = model[:2], model[2]
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        hidden = body(torch.ones(8, 256))
+        parts = hidden.detach().requires_grad_()
+        head.unshard()
+        for last, part in enumerate(parts.chunk(2)):
+            head.set_requires_gradient_sync(bool(last))
+            head.set_reshard_after_backward(bool(last))
+            head(part).square().sum().backward()
+        hidden.backward(parts.grad)
+        update.step()
+        update.zero_grad()
+
+
 def two_layers_frozen():
     model = layers(3)
     for parameter in model[:2].parameters():
@@ -646,6 +703,9 @@ SAID = {
     (saves_the_whole_model,): (2, {FORM: (
         "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
         "0.131 MB of other traffic")}),
+    **dict.fromkeys([(counts_on, "meta"), (counts_on, "fake")], (2, {
+        TIMES: (ONCE,), FORM: (SUMMED + "2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.524 MB)",)})),
+    (loss_in_parts,): (2, {FORM: ("2 (n−1)/n Ψ = 0.786 MB per rank (n=2, Ψ=0.786 MB); gloo",)}),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {

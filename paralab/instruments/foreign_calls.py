@@ -59,7 +59,7 @@ class Calls:
         self.rank, self.nodes = rank, nodes
         self.made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # calls per axis and ranks
         self.backends: dict[str, str] = {}  # kind of device: the backend that sent its tensors
-        self._groups: dict[tuple[str, str], Where] = {}
+        self._groups: dict[tuple[str, str, tuple[int, ...]], Where] = {}
         self._meshes: list[Any] = []
 
     def meshing(self, call: Callable[[], None], mesh: Any, *_: Any) -> None:
@@ -70,13 +70,16 @@ class Calls:
 
     def where(self, group: Any, device: torch.device) -> Where:
         """The group; its axis is the name of its mesh dimension, else its own, else its ranks."""
-        name, kind = key = group.group_name, device.type
+        ranks = _ranks(group, device)
+        name, kind, _ = key = group.group_name, device.type, ranks  # torchft's have all one name
         if key not in self._groups:
-            ranks = tuple(dist.get_process_group_ranks(group))
             if max(ranks) >= len(self.nodes):
                 why = f"the group has the ranks {ranks}, but only {len(self.nodes)} are observed"
                 legal = "pl.observe(program, ranks=N), paralab observe --ranks N, or torchrun"
                 raise illegal("ranks", len(ranks), why, legal)
+            if ranks[group.rank()] != self.rank:
+                why = "a group's ranks are not known if torch.distributed did not make it"
+                raise illegal("group", group.size(), why, f"all {len(self.nodes)} ranks in order")
             axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")
             if axis in ("default_pg", "undefined", "default", ""):
                 every = len(ranks) == len(self.nodes)
@@ -143,6 +146,17 @@ class Calls:
         if op == "reduce_scatter" and where.gloo and others:
             return [(op, size, -1), ("all_gather", size, -1)]
         return [(op, size, peer)]
+
+
+def _ranks(group: Any, device: torch.device) -> tuple[int, ...]:
+    """The group's global ranks, in its order. A group that torch.distributed did not make, as
+    torchft's, may have them in the options of its backend; else they are taken to be 0, 1, ...
+    """
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    if known is None:
+        options = getattr(group._get_backend(device), "options", None)
+        known = getattr(options, "global_ranks_in_group", None) or range(group.size())
+    return tuple(known)
 
 
 def _backend(group: Any, device: torch.device) -> str:

@@ -77,7 +77,8 @@ class Program:
 
     def describe(self) -> None:
         """Describe the modules' parameters; called at moments when FSDP2 has gathered none. FSDP1
-        makes one flat parameter of several, which may remain as views of it.
+        makes one flat parameter of several, which may remain as views of it. A parameter without
+        bytes is left out: a program may count FLOPs on a copy of its model.
         """
         for module in self.met:
             handles = (part.__dict__.get("_handle") for part in module.modules())
@@ -85,6 +86,8 @@ class Program:
             made = {id(p): (unit, handle) for handle, unit in flat for p in unit._params or (unit,)}
             for name, parameter in module.named_parameters():
                 whole, handle = made.get(id(parameter), (parameter, None))
+                if whole.is_meta or next(plain(whole), None) is None:
+                    continue
                 if id(whole) not in self.described:
                     self.about["parameters"].append(self._description(name, whole, handle))
                 self.described |= {id(parameter), id(whole)}

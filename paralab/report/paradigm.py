@@ -126,7 +126,8 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         text += f" for each of {reducing:.3g} backward passes" * (reducing > 1)
         text += ": unused or local parameters (experts, say), messages in fewer bits, or shards in "
         text += "place of whole gradients send less"
-    if m and any(times and not whole_number(times / m) for times in pass_gathers):
+    m = backwards(report, rank, rows[rows["op"].eq("all_gather")])[1] or reducing or m
+    if m and any(times and times / m < 1 - NEAR for times in pass_gathers):
         text += "; the parameters that are gathered for a forward or a backward are not Ψ bytes: "
         text += "they have fewer bits, or some of them are kept"
     if frozen and gathered:
@@ -190,18 +191,24 @@ def steps_of(report: Tables, rank: int) -> int:
 
 
 def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, float]:
-    """(a rank's backwards per step, how many of them launch one of the calls in ``rows``).
+    """(a rank's backwards per step, how many of them launch the calls in ``rows``). Those that
+    launch calls of unequal bytes count as one: they are of parts of a model or a loss.
 
     A rank's span ids rise with time, so a call belongs to the backward with the largest id below.
     """
     steps, spans = facts.measured_steps(report), report.spans
     spans = spans[(spans["rank"] == rank) & spans["step"].isin(steps)]
     spans = spans[spans["kind"] == "backward"].sort_values("id")
-    calls = rows["span"][(rows["rank"] == rank) & (rows["phase"] == "backward")]
+    calls = rows[(rows["rank"] == rank) & (rows["phase"] == "backward")]
     passes = list(zip(spans["step"], spans["microbatch"], strict=True))
-    before = spans["id"].searchsorted(calls, side="left") - 1
-    reduced, n = {passes[at] for at in before if at >= 0}, steps_of(report, rank)
-    return len(set(passes)) / n, len(reduced) / n
+    before = spans["id"].searchsorted(calls["span"], side="left") - 1
+    launched: dict[Any, Counter[Any]] = {step: Counter() for step in steps}
+    for at, size in zip(before, calls["payload_bytes"], strict=True):
+        if at >= 0:
+            launched[passes[at][0]][passes[at]] += size
+    alike = (sizes.total() / max(sizes.values()) for sizes in launched.values() if +sizes)
+    n = steps_of(report, rank)
+    return len(set(passes)) / n, sum(whole_number(number) or 1 for number in alike) / n
 
 
 def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True) -> float:
