@@ -472,6 +472,12 @@ def loss_in_parts():
         update.zero_grad()
 
 
+def sums_alone():
+    alone, _ = dist.new_subgroups(1)
+    model = layers(1, bias=False)
+    trained(model, 256, behind=lambda: dist.all_reduce(model[0].weight.grad, group=alone))
+
+
 def two_layers_frozen():
     model = layers(3)
     for parameter in model[:2].parameters():
@@ -706,6 +712,7 @@ SAID = {
     **dict.fromkeys([(counts_on, "meta"), (counts_on, "fake")], (2, {
         TIMES: (ONCE,), FORM: (SUMMED + "2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.524 MB)",)})),
     (loss_in_parts,): (2, {FORM: ("2 (n−1)/n Ψ = 0.786 MB per rank (n=2, Ψ=0.786 MB); gloo",)}),
+    (sums_alone,): (2, {TIMES: None, FORM: ("a group of one rank sends nothing",)}),
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {

@@ -207,9 +207,9 @@ def _compute_in_flight(
 def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     """How often the gradients of a step are reduced, judged by the axis on which a rank reduces
     most bytes, sums of activations apart. Where no backward reduces, the program's own reductions
-    count if every step has some.
+    count if every step has some. A group of one rank reduces nothing.
     """
-    sums = calls[calls["op"].isin(REDUCTIONS)]
+    sums = calls[calls["op"].isin(REDUCTIONS) & calls["ranks"].map(len).gt(1)]
     axes = [a for a, rows in sums.groupby("axis") if not sums_activations(report, rows, a)]
     rank = int(sums["rank"].min()) if axes else 0
     sums = sums[(sums["rank"] == rank) & sums["axis"].isin(axes)]
