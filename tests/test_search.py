@@ -210,14 +210,15 @@ BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": [
     (SMALL.replace(hidden=128), LAPTOP, 4, BUCKETS, 0.9, 1.1),
     (SMALL, FAR, 32, {"pp": 4, "zero_stage": 0}, 0.88, 1.1),
     (THIN, APART, 36, {"pp": 6, "zero_stage": 0}, 0.78, 1.1),
+    (SMALL, FAR, 16, {"dp": 2, "pp": 4, "zero_stage": 3}, 0.88, 1.27),
 ], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload", "messages",
-        "messages between nodes"])  # fmt: skip
+        "messages between nodes", "stages that gather while they are idle"])  # fmt: skip
 def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
     model, cluster, batch, settings, least, most
 ):
     """Where messages are small and many, their number counts, and little else does. ZeRO-3 moves
     parts, not buckets; and buckets that were gathered make room for the next. In a pipeline each
-    micro-batch waits for messages.
+    micro-batch waits for messages; a stage's gathers go on while it is idle.
     """
     how = {"dp": 1, "tp": 1, "pp": 1, "offload": None, "recompute": "none"} | settings
     plans = space(model, cluster, how["dp"] * how["tp"] * how["pp"], batch, how)

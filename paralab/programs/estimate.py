@@ -186,7 +186,9 @@ class Estimate:
             return np.take_along_axis(rows, slowest, 0)[0]
 
         slowest_rank = pace(per_rank)
-        all_ranks = np.maximum(per_rank[WHOLE], slowest_rank)  # of one micro-batch
+        # Of one micro-batch. While a rank waits for others, its own gathers and reductions go on.
+        during = overlap * (gathered + returned)
+        all_ranks = np.maximum((per_rank - during)[WHOLE] + pace(during), slowest_rank)
         halves = [rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward))]
         # A step begins with a hop to every later stage and ends with one to every earlier stage;
         # "naive" does so for each micro-batch.
