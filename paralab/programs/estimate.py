@@ -195,7 +195,9 @@ class Estimate:
         hops = (self.p > 1) * 2 * message * (self.p * self.v - 1)
         lap = (all_ranks - halves[0] + hops) / self.p
         waits = overlap * self.waits(slowest_rank, pace(weight), lap, longest)
-        at_end = self.after(np.where(self.space.splits, weight, back), overlap)
+        # Of several chunks the first is done when the p last micro-batches have all others to go.
+        last_backward = back * ((self.v - 1) * self.p + 1) / self.v
+        at_end = self.after(np.where(self.space.splits, weight, last_backward), overlap)
         sync, offload, update = (rows[:WHOLE].max(0) for rows in at_end)
         busy = forward + back - returned - sent
         terms = {
