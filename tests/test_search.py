@@ -195,6 +195,10 @@ def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(fields):
 
 A100 = pl.Cluster.preset("dgx-a100")
 THIN = SMALL.replace(layers=6, hidden=32, seq_len=8)
+CHUNKS = {"dp": 4, "pp": 2, "virtual_stages": [2, 4], "zero_stage": 0, "bucket_bytes": 2**20}
+FAR_LINK = pl.Link(alpha=1e-3, bandwidth=1e9)
+FAR = LAPTOP.replace(flops=1e13, memory_bandwidth=1e12, intra=FAR_LINK, inter=FAR_LINK)
+APART = FAR.replace(devices_per_node=2, nodes=3, intra=LINK)
 BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": ["cpu", "nvme"]}
 
 
@@ -205,15 +209,21 @@ BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": [
     (THIN, LAPTOP, 32, {"dp": 8, "zero_stage": 3, "secondary_shard": 2}, 0.88, 1.27),
     (THIN, NODES, 32, {"dp": 8, "zero_stage": 1, "shard": 2, "bucket_bytes": 2**12}, 0.88, 1.27),
     (SMALL.replace(hidden=128), LAPTOP, 4, BUCKETS, 0.9, 1.1),
-], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload"])  # fmt: skip
+    (SMALL, FAR, 32, {"pp": 4, "zero_stage": 0}, 0.88, 1.1),
+    (THIN, APART, 36, {"pp": 6, "zero_stage": 0}, 0.78, 1.1),
+    (SMALL, FAR, 16, {"dp": 2, "pp": 4, "zero_stage": 3}, 0.88, 1.27),
+    (SMALL.replace(layers=8, seq_len=16), NODES, 8, CHUNKS, 0.95, 1.05),
+], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload", "messages",
+        "messages between nodes", "stages that gather while they are idle", "chunks"])  # fmt: skip
 def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
     model, cluster, batch, settings, least, most
 ):
     """Where messages are small and many, their number counts, and little else does. ZeRO-3 moves
-    parts, not buckets; and buckets that were gathered make room for the next.
+    parts, not buckets; and buckets that were gathered make room for the next. In a pipeline each
+    micro-batch waits for messages; a stage's gathers go on while it is idle.
     """
-    how = {"tp": 1, "pp": 1, "offload": None, "recompute": "none"} | settings
-    plans = space(model, cluster, how["dp"] * how["tp"], batch, how)
+    how = {"dp": 1, "tp": 1, "pp": 1, "offload": None, "recompute": "none"} | settings
+    plans = space(model, cluster, how["dp"] * how["tp"] * how["pp"], batch, how)
     seconds = sum(Estimate(plans, model, cluster, "adamw").terms.values())
     exact = [Totals(model, plan, cluster, "adamw").seconds() for plan in plans]
     assert len(exact) > 1

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paralab.parallel.partition import partition
-from paralab.parallel.schedules import SCHEDULES
 from paralab.programs.estimate_bytes import held
 from paralab.programs.parts import part_table, reach
 from paralab.programs.space import Space, numbered
@@ -175,7 +174,7 @@ class Estimate:
         back, recompute = self.total("backward", "recompute", "weight"), self.total("recompute")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
-        message, hops = self.messages()
+        message, longest = self.messages()
         if not overlap:  # a message is paid for at both ends
             posted = posted + 2 * messages * message
         gathered, returned = self.gathering(forward, back, overlap)
@@ -187,9 +186,18 @@ class Estimate:
             return np.take_along_axis(rows, slowest, 0)[0]
 
         slowest_rank = pace(per_rank)
-        all_ranks = np.maximum(per_rank[WHOLE], slowest_rank)  # of one micro-batch
-        halves = (rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward)))
-        at_end = self.after(np.where(self.space.splits, weight, back), overlap)
+        # Of one micro-batch. While a rank waits for others, its own gathers and reductions go on.
+        during = overlap * (gathered + returned)
+        all_ranks = np.maximum((per_rank - during)[WHOLE] + pace(during), slowest_rank)
+        halves = [rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward))]
+        # A step begins with a hop to every later stage and ends with one to every earlier stage;
+        # "naive" does so for each micro-batch.
+        hops = (self.p > 1) * 2 * message * (self.p * self.v - 1)
+        lap = (all_ranks - halves[0] + hops) / self.p
+        waits = overlap * self.waits(slowest_rank, pace(weight), lap, longest)
+        # Of several chunks the first is done when the p last micro-batches have all others to go.
+        last_backward = back * ((self.v - 1) * self.p + 1) / self.v
+        at_end = self.after(np.where(self.space.splits, weight, last_backward), overlap)
         sync, offload, update = (rows[:WHOLE].max(0) for rows in at_end)
         busy = forward + back - returned - sent
         terms = {
@@ -197,7 +205,7 @@ class Estimate:
             "recompute": m * pace(recompute),
             "tp": m * pace(sent) + self.parts.shared * self.psi[1] / self.psi[WHOLE],
             "bubble": self.idle(all_ranks, slowest_rank, *halves),
-            "pp": hops + m * pace(posted),
+            "pp": np.where(self.space.schedule == "naive", m, 1) * hops + waits + m * pace(posted),
             "dp": m * pace(gathered + returned),
             "sync": sync,
             "offload": offload,
@@ -215,11 +223,8 @@ class Estimate:
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
     def messages(self) -> tuple[Array, Array]:
-        """Seconds of one message, of b s h elements or of a part and the gather after it; and the
-        seconds per step that stages wait for messages to fill and drain the pipeline.
-
-        A step begins with a hop to every later stage and ends with one to every earlier stage.
-        "naive" does so for each micro-batch; "interleaved" makes p v - 1 hops each way.
+        """Seconds of a message, of b s h elements or of a part and the gather after it: the mean,
+        and the longest.
         """
         p, tp, message = self.p, self.space.tp, self.parts.message
         nodes = p * self.space.dp * tp / self.cluster.devices_per_node
@@ -230,11 +235,27 @@ class Estimate:
         pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
         ways = (self.cluster.ways("send", pair)["direct"] for pair in pairs)
         within, across = (way.seconds(message) + gather for way in ways)
-        hops = 2 * ((p - 1 - crossings) * within + crossings * across)
-        each = hops / (2 * np.maximum(p - 1, 1))
-        v_hops = 2 * each * (p * self.v - 1)
-        hops_of = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": v_hops}
-        return each, np.where(p == 1, 0.0, self.of_schedule(hops_of))
+        hops = (p - 1 - crossings) * within + crossings * across
+        return hops / np.maximum(p - 1, 1), np.where(crossings > 0, across, within)
+
+    def waits(self, mine: Array, weight: Array, lap: Array, message: Array) -> Array:
+        """Seconds per step that a full pipeline waits for messages which compute does not hide.
+
+        From the second micro-batch on (of GPipe's: the first) each one takes, if that is more than
+        the slowest rank's ``mine`` seconds,
+
+        gpipe         two messages, as a link carries one at a time
+        1f1b, zb-h1   ``lap``, a p-th of a micro-batch's way through all stages and back, as only p
+                      are alive at once (parallel/schedules.py)
+        these two, zb-h2 and interleaved
+                      ``mine`` and a message per stage, as of the two that neighbours swap one is
+                      not hidden (parallel/lowering.py), except by ``weight``, a weight half
+        """
+        swap = mine - weight + self.v * message
+        pace = dict.fromkeys(("zb-h2", "interleaved"), swap) | {"gpipe": 2 * message}
+        pace |= dict.fromkeys(("1f1b", "zb-h1"), np.maximum(swap, lap))
+        later = np.maximum(self.m - 1 - (self.space.schedule != "gpipe"), 0)
+        return (self.p > 1) * later * np.maximum(self.of_schedule(pace) - mine, 0.0)
 
     def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, Array]:
         """Exposed seconds of ZeRO's gathers and reductions per micro-batch, in forward and in
