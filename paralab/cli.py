@@ -405,17 +405,11 @@ def _check(given: argparse.Namespace) -> int:
     books, grades = [read(path) for path in given.notebooks], []
     try:
         for book in books:
-            folder, free = doctor.temp_folder()
-            if (free or 0) < doctor.SCRATCH:
-                why = (
-                    f"it has {doctor.in_bytes(free or 0)} free, and without room right answers fail"
-                )
-                legal = f"a folder with {doctor.in_bytes(doctor.SCRATCH)} free"
-                raise illegal("TMPDIR", folder, why, legal)
+            doctor.need_room()
             grades.append(grade(book))
     finally:  # also of a class whose last notebooks cannot be judged
-        printed = grades if len(books) > 1 else grades[0] if grades else None
-        if printed:
+        if grades:
+            printed = grades if len(books) > 1 else grades[0]
             text = json.dumps(printed, indent=2, ensure_ascii=False)
             print(text.encode(errors="replace").decode())  # an answer may print half a surrogate
     return 0 if all(each["points"] == each["of"] for each in grades) else 1

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from paralab.checks import count_of
+from paralab.checks import count_of, illegal
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
@@ -55,10 +55,6 @@ LABS = {
 # ---- the facts ----------------------------------------------------------------------------------
 def examine(device: str) -> Machine:
     """The facts about this machine; sizes are in bytes. device: whose links to report."""
-    counted = False
-    with contextlib.suppress(OSError):
-        witness.check_counter()
-        counted = True
     temp, temp_free = temp_folder()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
@@ -73,7 +69,7 @@ def examine(device: str) -> Machine:
         temp=temp,
         temp_free=temp_free,
         forkserver=start_method() == "fork",
-        loopback_counter=counted,
+        loopback_counter=witness.counts(),
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
@@ -137,13 +133,11 @@ def free_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(lines["MemAvailable"].split()[0]))
-    for controller, most, now, idle in calibrate.CONTAINERS:
-        for group in control_groups(controller):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                lines = (group / "memory.stat").read_text().splitlines()
-                used = int((group / now).read_text())
-                used -= int(dict(line.split() for line in lines).get(idle, 0))
-                limits.append(max(0, int((group / most).read_text()) - used))
+    for most, now, stat in control_groups(calibrate.CONTAINERS):
+        with contextlib.suppress(ValueError):  # "max" is no number
+            parts = dict(line.split() for line in stat.splitlines())
+            idle = parts.get("total_inactive_file", parts.get("inactive_file", 0))  # can be dropped
+            limits.append(max(0, int(most) - int(now) + int(idle)))
     return min(limits, default=None)
 
 
@@ -152,6 +146,14 @@ def temp_folder() -> tuple[str | None, int | None]:
     with contextlib.suppress(OSError):
         return (folder := tempfile.gettempdir()), room_in(folder)
     return None, None
+
+
+def need_room() -> None:
+    """Raise ValueError if temporary files have too little room: then right answers fail."""
+    folder, free = temp_folder()
+    if (free or 0) < SCRATCH:
+        why = f"it has {in_bytes(free or 0)} free, and without room right answers fail"
+        raise illegal("TMPDIR", folder, why, f"a folder with {in_bytes(SCRATCH)} free")
 
 
 def room_in(folder: str | None) -> int | None:

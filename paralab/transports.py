@@ -3,10 +3,10 @@
 Each is a class with ``post(call)``, which hands the call to torch.distributed and returns a
 `Posted`: its span, what to wait for, and what is left to do after the wait.
 
-Two of gloo's collectives send too much, as the kernel counts, and are replaced. Its
-reduce-scatter consists of n all-reduces, twice the minimum; ours is an all-to-all and a local sum
-in rank order. Its reduce sends up to 2.3 times the minimum; ours is direct sends to the root, which
-adds them to its own tensor in rank order.
+Two of gloo's collectives send too much, as the kernel counts, and are replaced. Its reduce-scatter
+consists of n all-reduces, twice the minimum; ours is an all-to-all and a local sum in rank order.
+Its reduce sends up to 2.3 times the minimum; ours is direct sends to the root, which adds them to
+its own tensor in rank order.
 
 [Note: CUDA] With NCCL the calls of a group run on a CUDA stream of their own, and nothing blocks
 the host. Each call has an event that completes it. A wait is for this event alone, not for calls

@@ -69,11 +69,10 @@ COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # share of the processors: if other programs took more, a later call measures again
 VIRTUAL_DEVICES = 64  # on processors each rank counts as a device: the most ranks of a run
-# A control group's memory, in both versions: controller, limit, use, and what of it are files that
-# it can drop.
+# A control group's memory, in both versions: controller, limit, use, and what the use consists of.
 CONTAINERS = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("", "memory.max", "memory.current", "memory.stat"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
 )
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # torch can only see a GPU if one of these files exists
 
@@ -220,10 +219,9 @@ def memory_bytes() -> int:
     limits = [2**34]
     with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown: assume 16 GiB
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for controller, most, *_ in CONTAINERS:
-        for group in control_groups(controller):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                limits.append(int((group / most).read_text()))
+    for [most] in control_groups(names[:2] for names in CONTAINERS):
+        with contextlib.suppress(ValueError):  # "max"
+            limits.append(int(most))
     return min(limits)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -232,19 +232,22 @@ class Cluster(checks.Description):
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 
 
-def control_groups(controller: str) -> Iterator[Path]:
-    """The folders of the control groups that this process is in, the outermost first, of version 1
-    for ``controller``, or with "" of version 2: the first has a container's limits, those further
-    in have the limits that a JupyterHub gives each user.
+def control_groups(files: Iterable[Sequence[str]]) -> Iterator[list[str]]:
+    """What files say in each control group that this process is in, the outermost first. That one
+    has a container's limits; those further in have the limits that a JupyterHub gives each user.
+
+    files  of either version: the controller ("" in version 2), and the names of its files
     """
-    folder, own = CGROUP / controller, "/"
-    with contextlib.suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own = path if controller in controllers.split(",") else own
-    for part in Path(own).parts:
-        folder = folder / part.strip("/")
-        yield folder
+    for controller, *names in files:
+        folder, own = CGROUP / controller, "/"
+        with contextlib.suppress(OSError):
+            for line in OWN_GROUPS.read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                own = path if controller in controllers.split(",") else own
+        for part in Path(own).parts:
+            folder = folder / part.strip("/")
+            with contextlib.suppress(OSError):  # there is no such file
+                yield [(folder / name).read_text() for name in names]
 
 
 def available_cores() -> int:
@@ -254,12 +257,10 @@ def available_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    for controller, *files in QUOTAS:
-        for group in control_groups(controller):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                text = " ".join((group / name).read_text() for name in files)
-                quota, period = map(int, text.split())
-                cores = min(cores, max(1, quota // period)) if quota > 0 else cores
+    for said in control_groups(QUOTAS):
+        with contextlib.suppress(ValueError):  # "max"
+            quota, period = map(int, " ".join(said).split())
+            cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
 
 
