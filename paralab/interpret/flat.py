@@ -65,9 +65,12 @@ class Into:
 
     def _place(self, local: str) -> tuple[Tensor, bool]:
         name = self.names[local]
-        flat = next(flat for flat in self.flats if name in flat.views)
+        for flat in self.flats:
+            if name in flat.views:
+                break
         first = name in flat.fresh
-        flat.fresh.discard(name)
+        if first:
+            flat.fresh.remove(name)
         return flat.views[name], first
 
     def add(self, local: str, grad: Tensor) -> None:

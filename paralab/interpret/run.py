@@ -219,7 +219,8 @@ class Rank:
             state, saved = op.forward(weights, state, env)
             if keep:
                 kept.append(saved)
-                self._owns("activations", saved)
+                if self.recorder.ledger is not None:  # `_owns` asks, too: a call for each op
+                    self._owns("activations", saved)
             saved = None  # what the op would have saved is freed before the next op runs
         env.targets, output = None, ins.writes[0]
         if last:

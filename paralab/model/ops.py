@@ -429,7 +429,8 @@ class Attention(Op):
 
     def split(self, qkv):
         """Queries, keys and values, (b, a, s, d) each: views."""
-        return qkv.view(-1, self.length, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        parts = qkv.view(-1, self.length, 3, self.heads, self.width)
+        return parts.permute(2, 0, 3, 1, 4).unbind()
 
     def join(self, o):
         return o.transpose(1, 2).reshape(-1, self.heads * self.width)
