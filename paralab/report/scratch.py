@@ -40,8 +40,7 @@ def check(tiers: Offload | None, needed: int) -> None:
     output_files.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
-        takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
-        why = f"this plan's files take {takes}, but only {available} are free there"
+        why = f"this plan's files take {needed:,} bytes, but only {free:,} are free there"
         raise illegal(field, str(base), why, legal)
 
 
@@ -75,9 +74,9 @@ def _base(tiers: Offload) -> Path:
 
 def _sweep(base: Path) -> None:
     """Remove the folders of processes that have ended."""
-    for entry in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
+    for entry in base.glob(f"{NAME}*"):  # and none that waits for its lock
         with contextlib.suppress(OSError):  # another user's folder may not be readable
-            if entry.name.startswith(NAME) and not (entry / _LOCK).exists():
+            if not (entry / _LOCK).exists():
                 # Removed once, together with its lock, while a rank was still writing into it.
                 shutil.rmtree(entry, ignore_errors=True)
                 continue
