@@ -138,7 +138,8 @@ def free_memory() -> int | None:
             parts = dict(line.split() for line in stat.splitlines())
             idle = parts.get("total_inactive_file", parts.get("inactive_file", 0))  # can be dropped
             limits.append(max(0, int(most) - int(now) + int(idle)))
-    return min(limits, default=None)
+    memory = calibrate.memory_bytes()  # a group that leaves more has no limit
+    return min((free for free in limits if free <= memory), default=None)
 
 
 def temp_folder() -> tuple[str | None, int | None]:

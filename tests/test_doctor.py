@@ -149,6 +149,9 @@ def test_a_container_and_a_hub_s_user_have_the_memory_that_their_limit_leaves(
     monkeypatch.setattr(cluster, "OWN_GROUPS", tmp_path / "own")
     assert doctor.free_memory() == 1_400_000
     assert calibrate.memory_bytes() == 3_000_000
+    (group / most).write_text("9223372036854771712\n")  # version 1's "max"
+    monkeypatch.setattr(doctor, "Path", lambda path: tmp_path / "no /proc/meminfo")
+    assert doctor.free_memory() is None
 
 
 def test_where_there_is_no_folder_there_is_no_room():
