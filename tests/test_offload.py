@@ -123,6 +123,7 @@ def test_a_folder_that_is_none_or_has_no_room_or_is_not_ones_own_is_refused(tmp_
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "none", tmp_path / "file"):
         refuses("there is no such folder", pl.run, SMALL, on(path))
+    refuses("opened: Could not determine home", pl.run, SMALL, on("~no such user/states"))
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as small:
         small.setattr(shutil, "disk_usage", lambda path: full)

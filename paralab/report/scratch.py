@@ -33,7 +33,7 @@ def check(tiers: Offload | None, needed: int) -> None:
         return
     field = "offload['folder']"
     legal = "an existing folder that you may write to, with enough space for what is offloaded"
-    base = checks.path(field, _base(tiers), legal)
+    base = checks.path(field, tiers.folder or tempfile.gettempdir(), legal).absolute()
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
     _sweep(base)
