@@ -69,7 +69,7 @@ def examine(device: str) -> Machine:
         temp=temp,
         temp_free=temp_free,
         forkserver=start_method() == "fork",
-        loopback_counter=witness.counts(),
+        byte_counter=witness.counts(),
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
@@ -249,7 +249,7 @@ def _checks(machine: Machine) -> Iterator[Check]:
     cold = "started one by one rather than forked, so a launch takes some seconds"
     yield Check("ranks", warm if machine.forkserver else cold)
     lacks = "this kernel shows none; one experiment of lab 01 needs it, the rest of the lab runs"
-    yield Check("byte counter", "the kernel shows one" if machine.loopback_counter else lacks)
+    yield Check("byte counter", "the kernel shows one" if machine.byte_counter else lacks)
 
     yield Check("Python", machine.python)
     found, wanted = [], []

@@ -22,7 +22,7 @@ H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
     system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
     memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
-    temp_free=90 * GB, forkserver=True, loopback_counter=True, load_shown=True,
+    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
 )  # fmt: skip
 
 
