@@ -50,7 +50,7 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
     if tiers is None or not tiers.uses("nvme"):
         yield None
         return
-    base = _base(tiers)
+    base = Path(tiers.folder or tempfile.gettempdir()).expanduser().absolute()
     _sweep(base)
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base))
     current = new
@@ -66,10 +66,6 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
             if not current.exists():
                 break
             time.sleep(0.05)
-
-
-def _base(tiers: Offload) -> Path:
-    return Path(tiers.folder or tempfile.gettempdir()).expanduser().absolute()
 
 
 def _sweep(base: Path) -> None:
