@@ -38,9 +38,8 @@ SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
 # {package: the oldest version that will do}, as pyproject.toml has them
-OLDEST = {"numpy": "2.0", "pandas": "2.2.2", "plotly": "7.0", "anywidget": "0.11"}
+OLDEST = {"numpy": "2.0", "pandas": "2.2.2", "plotly": "7.0", "anywidget": "0.11", "tqdm": "4.67"}
 OLDEST |= {"ipywidgets": "8.1", "jupyterlab": "4.6", "cloudpickle": "3.1", "safetensors": "0.4.3"}
-OLDEST |= {"tqdm": "4.67"}
 OLDEST_TORCH = "2.11"
 # {the most ranks that a lab starts at once: these labs}
 LABS = {
