@@ -407,6 +407,8 @@ def _check(given: argparse.Namespace) -> int:
         for book in books:
             doctor.need_room()
             grades.append(grade(book))
+    except OSError as error:  # of what judges, not of an answer
+        given.parser.error(str(error))
     finally:  # also of a class whose last notebooks cannot be judged
         if grades:
             printed = grades if len(books) > 1 else grades[0]

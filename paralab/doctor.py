@@ -38,9 +38,8 @@ SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 
 SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
 # {package: the oldest version that will do}, as pyproject.toml has them
-OLDEST = {"numpy": "2.0", "pandas": "2.2.2", "plotly": "7.0", "anywidget": "0.11"}
+OLDEST = {"numpy": "2.0", "pandas": "2.2.2", "plotly": "7.0", "anywidget": "0.11", "tqdm": "4.67"}
 OLDEST |= {"ipywidgets": "8.1", "jupyterlab": "4.6", "cloudpickle": "3.1", "safetensors": "0.4.3"}
-OLDEST |= {"tqdm": "4.67"}
 OLDEST_TORCH = "2.11"
 # {the most ranks that a lab starts at once: these labs}
 LABS = {
@@ -69,7 +68,7 @@ def examine(device: str) -> Machine:
         temp=temp,
         temp_free=temp_free,
         forkserver=start_method() == "fork",
-        loopback_counter=witness.counts(),
+        byte_counter=witness.counts(),
         load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
@@ -138,7 +137,8 @@ def free_memory() -> int | None:
             parts = dict(line.split() for line in stat.splitlines())
             idle = parts.get("total_inactive_file", parts.get("inactive_file", 0))  # can be dropped
             limits.append(max(0, int(most) - int(now) + int(idle)))
-    return min(limits, default=None)
+    memory = calibrate.memory_bytes()  # a group that leaves more has no limit
+    return min((free for free in limits if free <= memory), default=None)
 
 
 def temp_folder() -> tuple[str | None, int | None]:
@@ -248,7 +248,7 @@ def _checks(machine: Machine) -> Iterator[Check]:
     cold = "started one by one rather than forked, so a launch takes some seconds"
     yield Check("ranks", warm if machine.forkserver else cold)
     lacks = "this kernel shows none; one experiment of lab 01 needs it, the rest of the lab runs"
-    yield Check("byte counter", "the kernel shows one" if machine.loopback_counter else lacks)
+    yield Check("byte counter", "the kernel shows one" if machine.byte_counter else lacks)
 
     yield Check("Python", machine.python)
     found, wanted = [], []

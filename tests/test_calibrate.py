@@ -24,7 +24,7 @@ KINDS = ("forward", "input", "weight")  # of matrix products
 LINK = pl.Link(alpha=2e-4, bandwidth=2e9)
 CLUSTER = pl.Cluster(
     name="local", flops=1e11, memory_bandwidth=3e10, devices_per_node=64, intra=LINK, cores=2,
-    products={"bf16": (7e9, 1.5e9, 16e9)},
+    products={"bf16": (7e9, 1.5e9, 16e9)}, memory=calibrate.memory_bytes(),
 )  # fmt: skip
 
 GPUS = CLUSTER.replace(name="local GPUs", devices_per_node=2, cores=None)
@@ -183,6 +183,10 @@ def test_another_machine_version_kind_or_number_of_gpus_has_a_cache_of_its_own(
     measurements, two_gpus, monkeypatch
 ):
     assert [pl.Cluster.local(device=d) for d in ("cuda", None, "cuda")] == [GPUS, CLUSTER, GPUS]
+    with monkeypatch.context() as limited:  # a user's share, which is asked for, not measured
+        limited.setattr(calibrate, "memory_bytes", lambda: 10**9)
+        assert pl.Cluster.local() == CLUSTER.replace(memory=10**9)
+        assert pl.Cluster.local(device="cuda") == GPUS
     assert len(measurements) == 2
     names = {calibrate.fingerprint(), calibrate.fingerprint("cuda")}
     for kind in ("H100", "A100"):

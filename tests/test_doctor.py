@@ -22,7 +22,7 @@ H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
     system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
     memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
-    temp_free=90 * GB, forkserver=True, loopback_counter=True, load_shown=True,
+    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
 )  # fmt: skip
 
 
@@ -149,6 +149,9 @@ def test_a_container_and_a_hub_s_user_have_the_memory_that_their_limit_leaves(
     monkeypatch.setattr(cluster, "OWN_GROUPS", tmp_path / "own")
     assert doctor.free_memory() == 1_400_000
     assert calibrate.memory_bytes() == 3_000_000
+    (group / most).write_text("9223372036854771712\n")  # version 1's "max"
+    monkeypatch.setattr(doctor, "Path", lambda path: tmp_path / "no /proc/meminfo")
+    assert doctor.free_memory() is None
 
 
 def test_where_there_is_no_folder_there_is_no_room():

@@ -1,9 +1,12 @@
 """`paralab check`: answers are taken out of a notebook and judged by the package's own checkers."""
 
+import errno
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -273,6 +276,19 @@ def test_where_the_folder_for_temporary_files_is_full_no_answer_loses_its_point(
     with pytest.raises(SystemExit):  # those that are judged by then are printed
         cli.main(["check", path, path])
     assert [one["points"] for one in json.loads(capsys.readouterr().out)] == [1]
+
+
+def test_a_folder_that_fills_up_while_an_answer_is_judged_takes_no_points(
+    capsys, monkeypatch, tmp_path
+):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    # Without a folder for its result; if there is room for another one, that is the answer's fault.
+    monkeypatch.setattr(graded, "_run", lambda step, folder, *_: shutil.rmtree(folder) or 1)
+    path = str(notebook(tmp_path, ANSWER))
+    assert cli.main(["check", path]) == 1
+    assert "with status 1" in capsys.readouterr().out
+    monkeypatch.setattr(graded.tempfile, "TemporaryFile", Mock(side_effect=full))
+    assert "No space left on device" in shell_refuses(capsys, "check", path)
 
 
 def test_what_answers_print_is_not_among_the_points(tmp_path):

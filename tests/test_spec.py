@@ -284,3 +284,5 @@ def test_a_container_s_cores_are_its_share_of_the_machine_s(own, monkeypatch, tm
     for said, cores in [("-1\n", 8), ("250000\n", 2), ("50000\n", 1)]:
         (one / "cpu.cfs_quota_us").write_text(said)
         assert cluster.available_cores() == cores
+    (tmp_path / "own").write_bytes(b"2:cpu:/\xff\n")  # no name that can be read
+    assert cluster.available_cores() == (8 if own else 1)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def test_the_counter_is_the_process_s_own_and_a_kernel_without_it_is_named(monke
     exec(TALK, kept)
     assert received_bytes() == before + 12345
     kept["one"].close(), kept["other"].close()
-    monkeypatch.setattr(instrument, "received_bytes", lambda: 0)
+    monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: bytes(104))  # Linux before 4.1
     with pytest.raises(OSError, match="only Linux has one"):
         witness(2, ("send",))
 

@@ -91,6 +91,8 @@ def _judged(
             if status is None:
                 return f"{overdue} after {seconds:g} s"
             if result is None:
+                with tempfile.TemporaryFile() as another:  # OSError where there is no room
+                    another.write(bytes(2**16))
                 killed = KILLED * (status == -signal.SIGKILL)
                 return f"its cells failed: they ended their process with status {status}{killed}"
             if "failed" in result:

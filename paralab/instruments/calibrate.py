@@ -94,7 +94,8 @@ def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluste
     the number of real cores, ``memory`` the machine's (or its container's), shared by all ranks.
     Raises ValueError for device="cuda" where there is no GPU.
     """
-    return Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
+    cluster = Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
+    return cluster if cluster.gpus else cluster.replace(memory=memory_bytes())
 
 
 Cluster.measure = staticmethod(local_cluster)

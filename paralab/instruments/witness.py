@@ -133,8 +133,8 @@ def per_call(readings: Sequence[int], index: int) -> list[int]:
 
 
 def received_bytes() -> int:
-    """Bytes received so far on this process's TCP connections, where each byte sent is received
-    once.
+    """Bytes received so far on the TCP connections that this process has open, where each byte sent
+    is received once.
     """
     total = 0
     for number in map(int, os.listdir("/proc/self/fd")):

@@ -117,7 +117,7 @@ class Files:
             why = error.strerror or str(error)
             room = ""
             with contextlib.suppress(OSError):
-                room = f" ({shutil.disk_usage(self.folder).free / 1e6:,.0f} MB free there)"
+                room = f" ({shutil.disk_usage(self.folder).free:,} bytes free there)"
             raise OSError(
                 f"offload cannot {what} {self.folder / name}: {why}{room}. Its folder, "
                 "which is TMPDIR unless offload names one, needs a disk that has enough room and "

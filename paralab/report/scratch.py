@@ -33,15 +33,14 @@ def check(tiers: Offload | None, needed: int) -> None:
         return
     field = "offload['folder']"
     legal = "an existing folder that you may write to, with enough space for what is offloaded"
-    base = checks.path(field, _base(tiers), legal)
+    base = checks.path(field, tiers.folder or tempfile.gettempdir(), legal).absolute()
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
     _sweep(base)
     output_files.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
-        takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
-        why = f"this plan's files take {takes}, but only {available} are free there"
+        why = f"this plan's files take {needed:,} bytes, but only {free:,} are free there"
         raise illegal(field, str(base), why, legal)
 
 
@@ -51,7 +50,7 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
     if tiers is None or not tiers.uses("nvme"):
         yield None
         return
-    base = _base(tiers)
+    base = Path(tiers.folder or tempfile.gettempdir()).expanduser().absolute()
     _sweep(base)
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base))
     current = new
@@ -69,15 +68,11 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
             time.sleep(0.05)
 
 
-def _base(tiers: Offload) -> Path:
-    return Path(tiers.folder or tempfile.gettempdir()).expanduser().absolute()
-
-
 def _sweep(base: Path) -> None:
     """Remove the folders of processes that have ended."""
-    for entry in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
+    for entry in base.glob(f"{NAME}*"):  # and none that waits for its lock
         with contextlib.suppress(OSError):  # another user's folder may not be readable
-            if entry.name.startswith(NAME) and not (entry / _LOCK).exists():
+            if not (entry / _LOCK).exists():
                 # Removed once, together with its lock, while a rank was still writing into it.
                 shutil.rmtree(entry, ignore_errors=True)
                 continue

@@ -240,7 +240,7 @@ def control_groups(files: Iterable[Sequence[str]]) -> Iterator[list[str]]:
     """
     for controller, *names in files:
         folder, own = CGROUP / controller, "/"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a name may be no text
             for line in OWN_GROUPS.read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
                 own = path if controller in controllers.split(",") else own
