@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, reference, torch, watched
-from paralab.exercises.questions import Mistakes, is_number, wrong_number
+from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
@@ -35,6 +36,7 @@ TWICE = "that is divided by the number of micro-batches twice"
 MISSING = "micro-batch {} is missing, counted from 0"
 EACH_TIME = "the sum so far is clipped after each micro-batch, not once at the end"
 NOT_ADDED = "the gradients of the micro-batches are not added up"
+STILL = "the gradient of the step before is still in it"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
 REQUIRED = {
@@ -51,43 +53,52 @@ LOSS, NORM, WEIGHTS, PASSES, MEMORY = REQUIRED
 @exercise(Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), required=REQUIRED)
 def accumulate(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
-        for steps in found.results[0]:
+        for (sizes, clip), steps in zip(CASES, found.results[0], strict=True):
             for number, step in enumerate(steps, 1):
-                notes.where = f"samples {' + '.join(map(str, step.sizes))}, step {number}"
-                _look(notes, step)
+                notes.where = f"samples {' + '.join(map(str, sizes))}, step {number}"
+                _look(notes, np.array(sizes), clip, step)
 
 
 # ---- on the rank ---------------------------------------------------------------------------------
-def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
-    """What the rank runs: the steps of each case."""
-    cases, passes, updates, held = [], [], [], 4 * MODEL.num_params  # bytes of all gradients
+def stepped(watch: Any, answer: tuple, seed: int) -> list[list[SimpleNamespace]]:
+    """What the rank runs. Returns the steps of each case, with
+
+    before, after  the weights before and after the step
+    gradients      of each micro-batch, the mean over its own samples: (m, Ψ)
+    stale          those of the step before
+    losses         of each micro-batch, the mean over its own samples: (m,)
+    returned       what the answer returned: loss and norm, if it is right
+    passes         samples in each forward pass of the answer
+    updates        how often the answer called optimizer.step()
+    peak, largest  bytes beyond the weights: the answer's peak, that of the largest micro-batch
+    """
+    cases, held = [], 4 * MODEL.num_params  # bytes of all gradients
     for sizes, clip in CASES:
-        gpt = reference.GPT(MODEL, seed)
+        gpt, passes, updates = reference.GPT(MODEL, seed), [], []
         update = reference.optimizer(gpt.parameters(), "sgd", LR)
-        gpt.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
-        update.register_step_pre_hook(lambda *_: updates.append(1))
+        gpt.register_forward_pre_hook(lambda _, args, to=passes: to.append(len(args[0])))
+        update.register_step_pre_hook(lambda *_, to=updates: to.append(1))
         for parameter in gpt.parameters():  # as if left by an earlier step
             parameter.grad = torch.full_like(parameter, STALE)
         stale, steps = np.full((len(sizes), MODEL.num_params), STALE), []
-        for step in range(STEPS):
+        for number in range(STEPS):
             shape = {"microbatches": len(sizes), "microbatch_size": max(sizes), "seed": seed}
-            full = reference.batches(MODEL, step=step, **shape)
+            full = reference.batches(MODEL, step=number, **shape)
             feed = [(x[:n].clone(), y[:n].clone()) for n, (x, y) in zip(sizes, full, strict=True)]
+            step = SimpleNamespace(before=watched.arrays(gpt), stale=stale)
             with watch.unseen():
-                losses, gradients = _alone(gpt, feed)
-                peak = _peak(max(sizes))
+                step.losses, step.gradients = _alone(gpt, feed)
+                step.largest = _peak(max(sizes)) + held
             passes.clear()
             updates.clear()
-            before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
             parts = returned if isinstance(returned, (tuple, list)) else (returned,)
-            numbers = [float(part) if is_number(part) else shown(part) for part in parts]
-            own = section.peak + held  # those of the step before are alive when it begins
-            after = watched.arrays(gpt)
-            seen = before, after, gradients, losses, numbers, [*passes], own, peak + held
-            steps.append(Step(sizes, clip, *seen, stale, len(updates)))
-            stale = gradients
+            step.returned = [float(part) if is_number(part) else shown(part) for part in parts]
+            step.peak = section.peak + held  # those of the step before are alive when it begins
+            step.after, step.passes, step.updates = watched.arrays(gpt), [*passes], len(updates)
+            steps.append(step)
+            stale = step.gradients
         cases.append(steps)
     return cases
 
@@ -116,136 +127,87 @@ def _peak(samples: int) -> int:
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def _look(notes: Notes, step: Step) -> None:
-    yours = ", ".join(map(str, step.returned))
-    pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
+def _look(notes: Notes, sizes: np.ndarray, clip: float, step: SimpleNamespace) -> None:
+    """sizes: samples of each micro-batch; clip: the norm to which the gradient is to be clipped"""
     count = f"optimizer.step() is called {step.updates} times, required: once"
     if step.updates != 1:  # said first: it explains weights, and what later micro-batches met
         notes.look(WEIGHTS, count, "")
-    show = "{:.5f}".format
-    how = show, ", detached or by .item()", TOLERANCE
-    for position, (limit, numbers) in enumerate(((LOSS, step.loss()), (NORM, step.norm()))):
-        wrong = pair or wrong_number(step.returned[position], *numbers, *how)
-        notes.look(limit, wrong, show(numbers[0]))
 
-    right_weights, mistakes = step.weights()
-    wrong = first_wrong_tensor(
-        [step.after],
-        right_weights,
-        tolerance=TOLERANCE,
-        start=step.before,
-        known=mistakes,
-        ranks=lambda _: "after the step",
-    )
-    moved = math.hypot(*(np.linalg.norm(step.after[n] - w) for n, w in step.before.items()))
-    if wrong and step.norm()[0] < step.clip and math.isclose(moved, LR * step.clip, rel_tol=1e-3):
-        wrong += "; the gradient is scaled to clip_norm, although its norm is smaller"
-    notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
+    def tensors(gradient: np.ndarray) -> list[np.ndarray]:
+        """A gradient of all weights, (Ψ,), cut into those of the tensors."""
+        return np.split(gradient, np.cumsum([w.size for w in step.before.values()])[:-1])
 
-    passes = f"the forward passes have {step.passes} samples, required: {list(step.sizes)}"
-    once_each = sorted(step.passes) == sorted(step.sizes)
-    notes.look(PASSES, "" if once_each else passes, f"{len(step.sizes)} of {len(step.sizes)}")
-    most = int(ROOM * step.largest)
-    why = f"; one micro-batch with all gradients has {step.largest:,}"
-    notes.memory(MEMORY, [step.peak], most, "has {} bytes at its peak", why, lambda _: "the step")
-
-
-# ---- right numbers, and numbers of known mistakes ------------------------------------------------
-class Step(NamedTuple):
-    """One step of an answer, with what the checker knows of its micro-batches.
-
-    sizes, clip    samples of each micro-batch, and the norm to which the gradient is to be clipped
-    before, after  the weights before and after the step
-    gradients      of each micro-batch, the mean over its own samples: (m, Ψ)
-    losses         of each micro-batch, the mean over its own samples: (m,)
-    returned       what the answer returned: loss and norm, if it is right
-    passes         samples in each forward pass of the answer
-    peak, largest  bytes beyond the weights: the answer's peak, that of the largest micro-batch
-    stale          gradients of the step before, (m, Ψ)
-    updates        how often the answer called optimizer.step()
-    """
-
-    sizes: Sequence[int]
-    clip: float
-    before: Arrays
-    after: Arrays
-    gradients: np.ndarray
-    losses: list[float]
-    returned: list[Any]
-    passes: list[int]
-    peak: int
-    largest: int
-    stale: np.ndarray
-    updates: int
-
-    @property
-    def shares(self) -> np.ndarray:
-        """The weight of each micro-batch in the mean over all samples, (m,)."""
-        return np.array(self.sizes) / sum(self.sizes)
-
-    @property
-    def mean(self) -> np.ndarray:
-        """The gradient of the mean over all samples."""
-        return self.shares @ self.gradients
-
-    def loss(self) -> tuple[float, Mistakes]:
-        """(the mean loss over all samples, what known mistakes give)."""
-        loss, m = float(self.shares @ self.losses), len(self.losses)
-        return loss, [
-            ("that is the sum over the micro-batches", sum(self.losses)),
-            (MEANS, sum(self.losses) / m),
-            ("that is the last micro-batch's loss", self.losses[-1]),
-            ("that is the last micro-batch's share", self.shares[-1] * self.losses[-1]),
-            ("that is the norm; required: the pair (loss, norm)", np.linalg.norm(self.mean)),
-            (TWICE, loss / m),
-            *zip(map(MISSING.format, range(m)), loss - self.shares * self.losses, strict=True),
-        ]
-
-    def norm(self) -> tuple[float, Mistakes]:
-        """(the norm of the mean gradient, what known mistakes give)."""
-        norm = np.linalg.norm
-        right = float(norm(self.mean))
-        return right, [
-            ("that is the norm after clipping", min(right, self.clip)),
-            ("that is its square, the root is missing", right**2),
-            ("that is the norm of the sum over the micro-batches", norm(self.gradients.sum(0))),
-            (TWICE, right / len(self.losses)),
-            ("that is the sum of the tensors' norms", sum(map(norm, self._tensors(self.mean)))),
-            *((words, norm(gradient)) for words, (gradient, _) in self._known().items()),
-        ]
-
-    def weights(self) -> tuple[Arrays, dict[str, Arrays]]:
-        """(the right weights after the step, {known mistake: the weights that it gives})."""
-        known = {words: self._updated(*one) for words, one in self._known().items()}
-        return self._updated(self.mean, self.clip), known
-
-    def _known(self) -> dict[str, tuple[np.ndarray, float]]:
-        """{known mistake: (the gradient that it gives, the norm to which that is then clipped)}."""
-        clip, inf, parts = self.clip, math.inf, self.shares[:, None] * self.gradients
-        mean, means = self.mean, self.gradients.mean(0)
-        last, share = self.gradients[-1], parts[-1]
-        by_tensor = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
-        running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
-        accumulated = _clipped(self.shares @ self.stale, clip) + mean
-        return {
-            f"{NOT_ADDED}: only the last one is left": (last, clip),
-            f"{NOT_ADDED}: only the last one's share is left": (share, clip),
-            MEANS: (means, clip),
-            TWICE: (mean / len(self.sizes), clip),
-            "the gradient is not clipped": (mean, inf),
-            "each tensor is clipped by its own norm": (by_tensor, inf),
-            EACH_TIME: (running, clip),
-            "the gradient of the step before is still in it": (accumulated, clip),
-            **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
-        }
-
-    def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:
-        parts = zip(self.before.items(), self._tensors(_clipped(gradient, clip)), strict=True)
+    def updated(gradient: np.ndarray, clip: float) -> Arrays:
+        """The weights after an update with a gradient that is clipped first."""
+        parts = zip(step.before.items(), tensors(_clipped(gradient, clip)), strict=True)
         return {name: w - LR * part.reshape(w.shape) for (name, w), part in parts}
 
-    def _tensors(self, gradient: np.ndarray) -> list[np.ndarray]:
-        """A gradient of all weights, (Ψ,), cut into those of the tensors."""
-        return np.split(gradient, np.cumsum([w.size for w in self.before.values()])[:-1])
+    norm, m, shares = np.linalg.norm, len(sizes), sizes / sum(sizes)
+    mean, loss, parts = shares @ step.gradients, float(shares @ step.losses), shares * step.losses
+    right, sums = float(norm(mean)), sum(step.losses)
+    mistakes = _mistakes(shares, clip, step, mean, tensors)
+    known_losses = [
+        ("that is the sum over the micro-batches", sums),
+        (MEANS, sums / m),
+        ("that is the last micro-batch's loss", step.losses[-1]),
+        ("that is the last micro-batch's share", parts[-1]),
+        ("that is the norm; required: the pair (loss, norm)", right),
+        (TWICE, loss / m),
+        *zip(map(MISSING.format, range(m)), loss - parts, strict=True),
+    ]
+    known_norms = [
+        ("that is the norm after clipping", min(right, clip)),
+        ("that is its square, the root is missing", right**2),
+        ("that is the norm of the sum over the micro-batches", norm(step.gradients.sum(0))),
+        (TWICE, right / m),
+        ("that is the sum of the tensors' norms", sum(map(norm, tensors(mean)))),
+        *((words, norm(gradient)) for words, (gradient, _) in mistakes.items()),
+    ]
+    yours, show = ", ".join(map(str, step.returned)), "{:.5f}".format
+    pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
+    how = show, ", detached or by .item()", TOLERANCE
+    for place, number, known in ((0, loss, known_losses), (1, right, known_norms)):
+        wrong = pair or wrong_number(step.returned[place], number, known, *how)
+        notes.look((LOSS, NORM)[place], wrong, show(number))
+
+    wrong = first_wrong_tensor(
+        [step.after],
+        updated(mean, clip),
+        tolerance=TOLERANCE,
+        start=step.before,
+        known={words: updated(*one) for words, one in mistakes.items()},
+        ranks=lambda _: "after the step",
+    )
+    moved = math.hypot(*(norm(step.after[n] - w) for n, w in step.before.items()))
+    if wrong and right < clip and math.isclose(moved, LR * clip, rel_tol=1e-3):
+        wrong += "; the gradient is scaled to clip_norm, although its norm is smaller"
+    notes.look(WEIGHTS, wrong, f"{len(step.before)} tensors, all equal")
+
+    passes = f"the forward passes have {step.passes} samples, required: {sizes.tolist()}"
+    notes.look(PASSES, "" if sorted(step.passes) == sorted(sizes) else passes, f"{m} of {m}")
+    why = f"; one micro-batch with all gradients has {step.largest:,}"
+    how = "has {} bytes at its peak", why, lambda _: "the step"
+    notes.memory(MEMORY, [step.peak], int(ROOM * step.largest), *how)
+
+
+def _mistakes(
+    shares: np.ndarray, clip: float, step: SimpleNamespace, mean: np.ndarray, tensors: Callable
+) -> dict[str, tuple[np.ndarray, float]]:
+    """{known mistake: (the gradient that it gives, the norm to which that is then clipped)}."""
+    parts = shares[:, None] * step.gradients
+    by_tensor = np.concatenate([_clipped(one, clip) for one in tensors(mean)])
+    running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
+    return {
+        f"{NOT_ADDED}: only the last one is left": (step.gradients[-1], clip),
+        f"{NOT_ADDED}: only the last one's share is left": (parts[-1], clip),
+        MEANS: (step.gradients.mean(0), clip),
+        TWICE: (mean / len(parts), clip),
+        "the gradient is not clipped": (mean, math.inf),
+        "each tensor is clipped by its own norm": (by_tensor, math.inf),
+        EACH_TIME: (running, clip),
+        STILL: (_clipped(shares @ step.stale, clip) + mean, clip),
+        **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
+    }
 
 
 def _clipped(gradient: np.ndarray, clip: float) -> np.ndarray:

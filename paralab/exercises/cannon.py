@@ -40,14 +40,17 @@ REQUIRED = {
 PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
 MESSAGES = "messages between two ranks"
-MISTAKES = {  # {words: signs of X's first move to the left, of W's up, and of W's moves after it}
-    "between the products X goes left and W down, or X right and W up": (1, 1, -1),
-    f"nothing was moved{AT_FIRST}": (0, 0, 1),
-    f"W was not moved{AT_FIRST}": (1, 0, 1),
-    f"X was not moved{AT_FIRST}": (0, 1, 1),
-    f"X was moved to the right and W down{AT_FIRST}": (-1, -1, 1),
-    f"X was moved to the right{AT_FIRST}": (-1, 1, 1),
-    f"W was moved down{AT_FIRST}": (1, -1, 1),
+MISTAKES = {  # {words: signs of X's first move to the left, of W's up, and of W's moves after it;
+    # the end of the q products}
+    "nothing was moved: it is the product of the rank's own blocks": (0, 0, 1, 1),
+    "the last of the q products is missing": (1, 1, 1, -1),
+    "between the products X goes left and W down, or X right and W up": (1, 1, -1, None),
+    f"nothing was moved{AT_FIRST}": (0, 0, 1, None),
+    f"W was not moved{AT_FIRST}": (1, 0, 1, None),
+    f"X was not moved{AT_FIRST}": (0, 1, 1, None),
+    f"X was moved to the right and W down{AT_FIRST}": (-1, -1, 1, None),
+    f"X was moved to the right{AT_FIRST}": (-1, 1, 1, None),
+    f"W was moved down{AT_FIRST}": (1, -1, 1, None),
 }
 
 
@@ -144,28 +147,19 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
     only if it explains the blocks of all ranks, because on some ranks several give the same block.
     """
     x, w = (one.astype("float64") for one in blocks(outcome.seed, q, number)[:2])
-    mine = [y[number] for y in outcome["y"]]
+    mine, places = [y[number] for y in outcome["y"]], [divmod(rank, q) for rank in range(q * q)]
 
-    def products(left: int = 1, up: int = 1, later: int = 1, steps: int = q) -> list[np.ndarray]:
-        """Each rank's block, with signs as in `MISTAKES`."""
+    def products(left: int, up: int, later: int, end: int | None) -> list[np.ndarray]:
+        """Each rank's block, with signs and an end as in `MISTAKES`."""
+        steps = range(q)[:end]
         return [
-            sum(
-                x[i, (j + left * i + s) % q] @ w[(i + up * j + later * s) % q, j]
-                for s in range(steps)
-            )
-            for i, j in (divmod(rank, q) for rank in range(q * q))
+            sum(x[i, (j + left * i + s) % q] @ w[(i + up * j + later * s) % q, j] for s in steps)
+            for i, j in places
         ]
 
-    mistakes = {
-        "nothing was moved: it is the product of the rank's own blocks": products(0, 0, steps=1),
-        "the last of the q products is missing": products(steps=q - 1),
-        CROSS: [
-            sum(x[a, j] @ w[i, a] for a in range(q))
-            for i, j in (divmod(rank, q) for rank in range(q * q))
-        ],
-        **{words: products(*signs) for words, signs in MISTAKES.items()},
-    }
-    allowed = TOLERANCE * max(abs(block).max() for block in products())
+    mistakes = {words: products(*how) for words, how in MISTAKES.items()}
+    mistakes[CROSS] = [sum(x[a, j] @ w[i, a] for a in range(q)) for i, j in places]
+    allowed = TOLERANCE * max(abs(block).max() for block in products(1, 1, 1, None))
     made = [
         words
         for words, blocks in mistakes.items()

@@ -12,11 +12,8 @@ by which the checker can name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, Reply, ask
+from paralab.exercises.questions import Mistakes, ask
 from paralab.exercises.unaided import UNAIDED
 from paralab.spec import ModelSpec
 from paralab.theory import needs, training
@@ -96,40 +93,31 @@ def known_shares(right: float, samples: int, seconds: float, devices: int) -> li
     required=REQUIRED,
 )
 def training_cost(tries: Tries) -> None:
-    parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (SHARE_CASES, _shares)
-    cases = [(part, case) for part, (part_cases, _) in enumerate(parts) for case in part_cases]
-    questions = [(part, _arguments(*case)) for part, case in cases]
-    for notes, (part, case), reply in ask(tries, cases, questions, *UNAIDED):
-        for limit, notes.where, wrong, right in parts[part][1](reply, *case):
-            notes.look(limit, wrong, right)
+    parts = enumerate((FLOP_CASES, DAY_CASES, SHARE_CASES))
+    cases = [(part, name, rest) for part, some in parts for name, *rest in some]
+    questions = [(part, (ModelSpec.preset(name), *rest)) for part, name, rest in cases]
+    for notes, (part, name, rest), reply in ask(tries, cases, questions, *UNAIDED):
+        model, count = ModelSpec.preset(name), rest[0]
+        notes.where = f"{name}, {count:,} samples"
+        if part == 0:
+            right, show = needs.step_flops(model, count, recompute=True), "{:,.6g} FLOPs".format
+            wrong = reply.number(right, known_flops(model, count), show, " of FLOPs", EXACT)
+            notes.look(FLOPS, wrong, show(right))
+        elif part == 1:
+            right, show = _days(model, *rest), "{:,.6g} days".format
+            devices, rate = f"{rest[1]:,} devices", f"{rest[2] / 1e12:g} TFLOP/s"
+            notes.where = f"{name}, {count / 1e9:g} B tokens on {devices} of {rate}"
+            known = known_days(model, *rest)
+            wrong = reply.number(right, known, show, " of days", DAYS_TOLERANCE)
+            notes.look(DAYS, wrong, show(right))
+        else:
+            both = shares(model, *rest)
+            for limit, wrong in reply.numbers(both, EXACT):
+                notes.look(limit, wrong, f"{both[limit][0]:.1%}")
 
 
-def _arguments(name: str, *rest: Any) -> tuple:
-    return ModelSpec.preset(name), *rest
-
-
-Judged = Iterator[tuple[str, str, str, str]]  # limit, case, what is wrong, the right value
-
-
-def _flops(reply: Reply, name: str, samples: int) -> Judged:
-    args, show = _arguments(name, samples), "{:,.6g} FLOPs".format
-    right = needs.step_flops(*args, recompute=True)
-    wrong = reply.number(right, known_flops(*args), show, " of FLOPs", EXACT)
-    yield FLOPS, f"{name}, {samples:,} samples", wrong, show(right)
-
-
-def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> Judged:
-    args, show = _arguments(name, tokens, devices, rate), "{:,.6g} days".format
-    right = needs.training_days(args[0], tokens=tokens, devices=devices, flops=rate)
-    where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
-    wrong = reply.number(right, known_days(*args), show, " of days", DAYS_TOLERANCE)
-    yield DAYS, where, wrong, show(right)
-
-
-def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
-    right = shares(*_arguments(name, samples, *rest))
-    for limit, wrong in reply.numbers(right, EXACT):
-        yield limit, f"{name}, {samples:,} samples", wrong, f"{right[limit][0]:.1%}"
+def _days(model: ModelSpec, tokens: float, devices: int, flops: float, **how: bool) -> float:
+    return needs.training_days(model, tokens=tokens, devices=devices, flops=flops, **how)
 
 
 def known_flops(model: ModelSpec, samples: int) -> Mistakes:
@@ -156,13 +144,13 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
 
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
-    settings = {"tokens": tokens, "devices": devices, "flops": flops}
-    right = needs.training_days(model, **settings)
+    settings = model, tokens, devices, flops
+    right = _days(*settings)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
     low = f"{100 * (1 - eq4 / right):.1f} % too low"
     said = f"that is 8 Ψ per token, {low}: it leaves out attention's scores and counts the "
     yield f"{said}head as if it were a block", eq4
-    yield "yours recomputes nothing", needs.training_days(model, **settings, recompute=False)
+    yield "yours recomputes nothing", _days(*settings, recompute=False)
     yield f"that is 6 Ψ per token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
@@ -177,18 +165,17 @@ def shares(
     settings = {"seconds": seconds, "devices": devices, "peak": peak}
     mfu, hfu = training.utilisation(model, samples, recompute="full", **settings)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
-    known_mfu = [
-        ("that is HFU: MFU does not count what is recomputed", hfu),
-        ("that is 3/4 of HFU: the head is not recomputed", 3 / 4 * hfu),
-        ("that is 6 Ψ per token: attention's scores are missing", 6 * per_token),
-    ]
-    known_hfu = [
-        ("that is MFU: HFU counts the second forward of the blocks too", mfu),
-        ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
-        ("that is 8 Ψ per token: attention's scores are missing", 8 * per_token),
-    ]
-    step = samples, seconds, devices
-    return {
-        MFU: (mfu, known_mfu + known_shares(mfu, *step)),
-        HFU: (hfu, known_hfu + known_shares(hfu, *step)),
+    known = {
+        MFU: [
+            ("that is HFU: MFU does not count what is recomputed", hfu),
+            ("that is 3/4 of HFU: the head is not recomputed", 3 / 4 * hfu),
+            ("that is 6 Ψ per token: attention's scores are missing", 6 * per_token),
+        ],
+        HFU: [
+            ("that is MFU: HFU counts the second forward of the blocks too", mfu),
+            ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
+            ("that is 8 Ψ per token: attention's scores are missing", 8 * per_token),
+        ],
     }
+    right = {MFU: mfu, HFU: hfu}
+    return {n: (x, known[n] + known_shares(x, samples, seconds, devices)) for n, x in right.items()}

@@ -184,7 +184,16 @@ def _look(notes: Notes, patient: Patient, pair: Any) -> None:
     count = len(changed - {"microbatches"})  # microbatches and microbatch_size count as one
     said = f"{count} settings are changed, required: at most {patient.cures}"
     notes.each(ONE, said if count > patient.cures else "")
-    _look_at_peak(notes, patient, plan)
+    was, parts = sum(parts.values()), quick.fullest(patient.model, plan)[1]
+    now, largest = sum(parts.values()), max(parts, key=lambda name: parts[name])
+    fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
+    wrong = f"the peak {fall}, required: a fall of {patient.drop} %; "
+    wrong += f"the largest category is now {largest}, with {_size(parts[largest])} of {_size(now)}"
+    if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # still not small enough
+        share = min(100 * plan.bucket_bytes / (4 * patient.model.num_params), 100)
+        wrong += f"; a bucket holds {share:.0f} % of all gradients"
+    cured = 100 * now <= (100 - patient.drop) * was
+    notes.look(patient.name, "" if cured else wrong, f"{_size(was)} before, {_size(now)} after")
 
 
 def _treated(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
@@ -203,19 +212,6 @@ def _treated(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, 
         if now != was:
             return plan, f"{words}: {now}, required: {was}, as before the change"
     return plan, trouble
-
-
-def _look_at_peak(notes: Notes, patient: Patient, plan: Plan) -> None:
-    was, parts = sum(patient.peak().values()), quick.fullest(patient.model, plan)[1]
-    now, largest = sum(parts.values()), max(parts, key=lambda name: parts[name])
-    fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
-    wrong = f"the peak {fall}, required: a fall of {patient.drop} %; "
-    wrong += f"the largest category is now {largest}, with {_size(parts[largest])} of {_size(now)}"
-    if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # still not small enough
-        share = min(100 * plan.bucket_bytes / (4 * patient.model.num_params), 100)
-        wrong += f"; a bucket holds {share:.0f} % of all gradients"
-    cured = 100 * now <= (100 - patient.drop) * was
-    notes.look(patient.name, "" if cured else wrong, f"{_size(was)} before, {_size(now)} after")
 
 
 def _size(count: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, reference, torch, watched
-from paralab.exercises.questions import Mistakes, plain, wrong_number
+from paralab.exercises.questions import plain, wrong_number
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.model.step import Step
@@ -39,6 +39,11 @@ REQUIRED = {
     "bytes per rank": "each activation and its gradient once; the stage's gradients once, over dp",
 }
 NORM, WEIGHTS, ORDER, BYTES = REQUIRED
+WAIT = ", and wait for the result"
+ADDED = "the norms of the stages are added, not their squares"
+OLD_ONES = "old gradients were not set to zero"
+ONE_PIPELINE = f"it is the norm of one pipeline's gradient: average over dp first{WAIT}"
+TWICE = "gradients are averaged twice over dp, or divided by the number of all ranks"
 
 
 @exercise(
@@ -105,8 +110,22 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in outcome["weights"]]
         stages, most = [sum(squares[n] for n in names) ** 0.5 for names in weights], CLIPS[step]
         for rank, norms in enumerate(outcome["norms"]):
-            added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = _known_norms(norm, one_pipeline, stages[rank], added, most, model, plan)
+            own = stages[rank]
+            known = [
+                (f"it is the norm of this stage alone: sum the squares over pp{WAIT}", own),
+                (ADDED, sum(stages[other] for other in plan.ranks("pp", rank))),
+                ("squares are summed over dp, required: over pp", own * d**0.5),
+                *((OLD_ONES, OLD * model.num_params**0.5 * times) for times in (1, d)),
+                *((ONE_PIPELINE, one_pipeline / times) for times in (1, d)),
+                ("it is the norm after clipping", min(norm, most)),
+                ("every parameter is counted once for each data-parallel rank", norm * d**0.5),
+                ("gradients are added over dp, not averaged", norm * d),
+                ("the loss is not divided by the number of micro-batches", norm * m),
+                ("the loss is divided neither by m nor by dp", norm * m * d),
+                (TWICE, norm / d),
+                ("the squares of the stages are averaged, not added", norm / plan.pp**0.5),
+                ("it is the square of the norm", norm**2),
+            ]
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -130,32 +149,3 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
             wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and at most "
             wrong += f"{SCALARS} for norms"
             notes.each(BYTES, "" if required <= size <= required + SCALARS else wrong)
-
-
-def _known_norms(
-    right: float,
-    one_pipeline: float,
-    own: float,
-    added: float,
-    most: float,
-    model: ModelSpec,
-    plan: Plan,
-) -> Mistakes:
-    """own: the norm of the rank's stage; added: the sum of the stages' norms; most: max_norm"""
-    d, m = plan.dp, plan.microbatches
-    said = "it is the norm of this stage alone: sum the squares over pp, and wait for the result"
-    yield said, own
-    yield "the norms of the stages are added, not their squares", added
-    yield "squares are summed over dp, required: over pp", own * d**0.5
-    for times in (1, d):
-        yield "old gradients were not set to zero", OLD * model.num_params**0.5 * times
-        said = "it is the norm of one pipeline's gradient: average over dp first, and wait for the "
-        yield f"{said}result", one_pipeline / times
-    yield "it is the norm after clipping", min(right, most)
-    yield "every parameter is counted once for each data-parallel rank", right * d**0.5
-    yield "gradients are added over dp, not averaged", right * d
-    yield "the loss is not divided by the number of micro-batches", right * m
-    yield "the loss is divided neither by m nor by dp", right * m * d
-    yield "gradients are averaged twice over dp, or divided by the number of all ranks", right / d
-    yield "the squares of the stages are averaged, not added", right / plan.pp**0.5
-    yield "it is the square of the norm", right**2

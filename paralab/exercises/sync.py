@@ -24,7 +24,6 @@ RANKS = 4
 # A small model with several micro-batches; for `my_ddp` two full buckets and one that is not.
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
-RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # {limit: (steps, ranks)}
 PADDING = 1.001  # factor on the bytes
 NO_SYNC = "no_sync"  # label of calls before the last micro-batch
 REQUIRED = {
@@ -51,35 +50,34 @@ def look_at_training(
     """
     early: list[tuple[Notes, str]] = []
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
-    for limit, (steps, ranks) in RUNS.items():
-        settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
-        for notes, outcome in tries.run(work, ranks, steps, memory=False, **settings):
-            right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
-            quiet, sent = outcome.sent(NO_SYNC), outcome.sent(NO_SYNC, "data")
-            most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
-            if limit == GRADIENTS and not any(sent):
-                wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
-                if math.isfinite(bucket_bytes):
-                    wrong += ", and the last backward of a step runs outside no_sync()"
-                notes.look(BYTES, wrong, "")
-            how = {}
-            if limit == GRADIENTS:
-                how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
-            wrong = first_wrong_tensor(outcome[limit], right, **how)
-            if wrong and limit == WEIGHTS:  # only now: this takes another training
-                known = with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
-                wrong = first_wrong_tensor(outcome[limit], right, known=known)
-            notes.look(limit, wrong, f"{len(right)} tensors, all equal")
-            if limit == GRADIENTS:
-                calls = outcome.report.collectives
-                size = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
-                wrong = f"one message has {size:,} bytes, required: at most {largest:,}, which is "
-                wrong += "bucket_bytes and the largest gradient"
-                notes.look(BYTES, wrong if size > largest else "", "")
-                early.append((notes, _early_bucket(calls, bucket_bytes)))
-                least = int(most / PADDING)
-                doing = "in a step" + f", {max(quiet):,} of them within no_sync()" * any(quiet)
-                notes.bytes(BYTES, sent, int(PADDING * most), doing, least=least)
+    most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
+    settings = {"memory": False, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
+    for notes, outcome in tries.run(work, RANKS, 1, limit=GRADIENTS, **settings):
+        quiet, sent = outcome.sent(NO_SYNC), outcome.sent(NO_SYNC, "data")
+        if not any(sent):
+            wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
+            if math.isfinite(bucket_bytes):
+                wrong += ", and the last backward of a step runs outside no_sync()"
+            notes.look(BYTES, wrong, "")
+        right = of_one_process(MODEL, ranks=RANKS, **BATCH)[1].gradients
+        how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
+        wrong = first_wrong_tensor(outcome[GRADIENTS], right, **how)
+        notes.look(GRADIENTS, wrong, f"{len(right)} tensors, all equal")
+        calls = outcome.report.collectives
+        size = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
+        wrong = f"one message has {size:,} bytes, required: at most {largest:,}, which is "
+        wrong += "bucket_bytes and the largest gradient"
+        notes.look(BYTES, wrong if size > largest else "", "")
+        early.append((notes, _early_bucket(calls, bucket_bytes)))
+        doing = "in a step" + f", {max(quiet):,} of them within no_sync()" * any(quiet)
+        notes.bytes(BYTES, sent, int(PADDING * most), doing, least=int(most / PADDING))
+    steps, batch = 2, {"ranks": 3, **BATCH}
+    for notes, outcome in tries.run(work, 3, steps, limit=WEIGHTS, **settings):
+        right = of_one_process(MODEL, **batch)[steps].weights
+        if wrong := first_wrong_tensor(outcome[WEIGHTS], right):  # then name a usual mistake, which
+            known = with_divisor(RANKS, MODEL, steps=steps, **batch)  # takes another training
+            wrong = first_wrong_tensor(outcome[WEIGHTS], right, known=known)
+        notes.look(WEIGHTS, wrong, f"{len(right)} tensors, all equal")
     return early
 
 
