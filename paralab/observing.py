@@ -190,7 +190,7 @@ def _meta(name: str) -> dict[str, Any]:
 
 
 def _report(name: str, parts: list[dict[str, Any]]) -> Report:
-    meta = _meta(name) | parts[0]["meta"]
+    meta = _meta(name) | parts[0]["meta"] | {"one_machine": True}
     return Report.from_parts(parts, model=None, plan=Plan(dp=len(parts)), meta=meta)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paralab as pl
 from paralab import cli
+from paralab.report.facts import shared_cores
 from processes import below_the_server, python, until
 from refusals import refuses, shell_refuses
 from stated import NODES
@@ -51,6 +53,8 @@ def test_an_optimizers_step_ends_a_step_and_losses_are_what_fn_returns(report):
         sum(r[0] for r in report.results) / 2
     )
     assert repr(report) == "Report(measured, ddp on 2 ranks, 10 collectives)"
+    one_core = dataclasses.replace(report, meta={**report.meta, "cores": 1})
+    assert "cores" in report.meta and shared_cores(one_core) == (2, 1)  # its nodes are virtual
     loss = report.summary().loc["loss, first step"]
     assert loss["unit"] == "" and "nats" not in str(report.loss_chart().layout)
     assert "per step" in report.traffic_chart().finding
