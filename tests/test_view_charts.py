@@ -355,6 +355,7 @@ def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
     assert report.step_time == 1.0 and "1000.0 ms" in report.timeline().below
     drawn = view.timelines(report, dataclasses.replace(report, clock="replayed"))
     assert "1000.0 ms measured" in drawn.finding and drawn.layout.shapes[0].x0 == 1500.0
+    assert "<b>last rank 1500.0 ms</b>" in [note.text for note in drawn.layout.annotations]
 
 
 def test_timelines_say_who_is_faster_and_by_how_much():
