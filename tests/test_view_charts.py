@@ -178,6 +178,15 @@ def test_a_chart_is_shown_checked_copied_and_saved_as_plotlys_figures_are(light,
         assert "bdata" not in chart.to_json()  # lists, and no binary blobs
 
 
+@pytest.mark.parametrize("made", ["write_image", "to_image"])
+def test_a_picture_is_as_wide_as_the_lines_of_its_title(light, monkeypatch, made):
+    asked = []
+    monkeypatch.setattr(pio, made, lambda chart, *args, width=None: asked.append(width))
+    for given in ({}, {"width": 900}):
+        getattr(light["timelines"], made)("a.png", **given)
+    assert asked == [theme.ALONE.width, 900]
+
+
 def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
     monkeypatch.setattr(pio.renderers, "default", "browser")
     monkeypatch.setattr(webbrowser, "_tryorder", [])

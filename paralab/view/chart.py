@@ -138,6 +138,17 @@ class Chart(go.Figure):
         self._table, self.summary = table, summary
         return self
 
+    def write_image(self, *args: Any, **how: Any) -> None:
+        """Plotly's; by default as wide as the lines of the title are broken for."""
+        super().write_image(*args, **self._as_wide(how))
+
+    def to_image(self, *args: Any, **how: Any) -> bytes:
+        """Plotly's; by default as wide as the lines of the title are broken for."""
+        return super().to_image(*args, **self._as_wide(how))
+
+    def _as_wide(self, how: dict[str, Any]) -> dict[str, Any]:
+        return {"width": self.layout.width or self._frame.width, **how}
+
     def __repr__(self) -> str:
         text = f"Chart({self.summary})"
         return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"
