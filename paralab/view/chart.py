@@ -140,14 +140,11 @@ class Chart(go.Figure):
 
     def write_image(self, *args: Any, **how: Any) -> None:
         """Plotly's; by default as wide as the lines of the title are broken for."""
-        super().write_image(*args, **self._as_wide(how))
+        super().write_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
     def to_image(self, *args: Any, **how: Any) -> bytes:
-        """Plotly's; by default as wide as the lines of the title are broken for."""
-        return super().to_image(*args, **self._as_wide(how))
-
-    def _as_wide(self, how: dict[str, Any]) -> dict[str, Any]:
-        return {"width": self.layout.width or self._frame.width, **how}
+        """As `write_image`, without a file."""
+        return super().to_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
     def __repr__(self) -> str:
         text = f"Chart({self.summary})"
