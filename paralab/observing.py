@@ -140,8 +140,7 @@ def observe_under_torchrun(
     from paralab.ranks.torchrun import torchrun_context
 
     place = os.path.abspath(folder)  # the script may change the current folder
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # gloo then works
-    context = torchrun_context(device="cpu" if alone else None)
+    context = torchrun_context(device="cpu")  # the script finds its GPUs untouched
     return functools.partial(_observe_rank, context, script, args, place, checked)
 
 
@@ -190,7 +189,7 @@ def _meta(name: str) -> dict[str, Any]:
 
 
 def _report(name: str, parts: list[dict[str, Any]]) -> Report:
-    meta = _meta(name) | parts[0]["meta"]
+    meta = _meta(name) | parts[0]["meta"] | {"one_machine": True}
     return Report.from_parts(parts, model=None, plan=Plan(dp=len(parts)), meta=meta)
 
 

@@ -26,6 +26,7 @@ from paralab.checks import choice, count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
+from paralab.spec.cluster import available_cores
 from paralab.spec.forms import name_of
 
 PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
@@ -80,7 +81,8 @@ def trace(
             warnings.warn(f"{problem}: {advice}", stacklevel=2)
             break
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
-    meta = {"function": name_of(fn), "strict": strict, **parts[0]["meta"], **peaks}
+    meta = {"function": name_of(fn), "strict": strict, "one_machine": True}
+    meta |= parts[0]["meta"] | peaks
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
@@ -95,7 +97,8 @@ def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dic
     """A rank's part of a report. ``owner`` has rank, device, nodes; ``meta`` adds or corrects."""
     import torch
 
-    facts = {"device": owner.device, "nodes": list(owner.nodes), "torch": str(torch.__version__)}
+    facts = {"device": owner.device, "nodes": list(owner.nodes), "cores": available_cores()}
+    facts["torch"] = str(torch.__version__)
     clock = dict.fromkeys(("clock_offset", "clock_uncertainty"), 0.0)  # one machine, one clock
     own = {"rank": owner.rank, "losses": [], "result": _plain(result), "meta": facts | meta}
     return {**clock, **tables, **own}

@@ -164,6 +164,9 @@ WRONG_PASSES = [  # answer, limits it misses, words of the verdict
     (lambda program: by_unit(by_unit(program)), {PROGRAM}, "is summed over 'dp' already"),
     (sums_each_microbatch, {PROGRAM}, "adds to the gradient of head.norm.bias"),
     (lambda program: by_unit(program).code, {PROGRAM}, "it returned a list"),
+    (lambda program: each(program, reduce_scatter), {PROGRAM},
+     "is summed in parts only, one on each of the data-parallel ranks (axis 'dp'), and this reads "
+     "the gradient of one rank; legal: ALL_GATHER over 'dp' after position 38, "),
     (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=1024: "),
     (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
     (lambda program: behind_backward(program, all_sums(program)), {STEP_TIME},

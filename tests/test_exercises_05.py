@@ -45,6 +45,8 @@ WRONG_STEPS = [  # answer, limits it breaks, words of the verdict
      "N=3: rank 0: step 1, element 0: "),
     (zero1((COPY, f"{COPY}\n        self.parameters.resize_(10)")), {"parameters"},
      "the parameters have shape (10,) now"),
+    (zero1((COPY, "self.parameters = full[: self.parameters.numel()]")), {"parameters"},
+     "self.parameters is a new tensor, and the one that was given is as it was: change that one"),
 ]  # fmt: skip
 RIGHT_STEPS = [
     zero1((SHARE, f"{FULL}every = torch.empty_like(full)\n"

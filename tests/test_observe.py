@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paralab as pl
 from paralab import cli
+from paralab.report.facts import shared_cores
 from processes import below_the_server, python, until
 from refusals import refuses, shell_refuses
 from stated import NODES
@@ -51,6 +53,8 @@ def test_an_optimizers_step_ends_a_step_and_losses_are_what_fn_returns(report):
         sum(r[0] for r in report.results) / 2
     )
     assert repr(report) == "Report(measured, ddp on 2 ranks, 10 collectives)"
+    one_core = dataclasses.replace(report, meta={**report.meta, "cores": 1})
+    assert "cores" in report.meta and shared_cores(one_core) == (2, 1)  # its nodes are virtual
     loss = report.summary().loc["loss, first step"]
     assert loss["unit"] == "" and "nats" not in str(report.loss_chart().layout)
     assert "per step" in report.traffic_chart().finding
@@ -380,6 +384,27 @@ def catches(several):
 @pytest.mark.parametrize("several", [False, True])
 def test_an_optimizer_whose_step_raised_ends_later_ones(several):
     assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
+
+
+def test_an_optimizer_whose_step_raised_in_a_backward_hides_no_later_part():
+    """The hook of the first backward lets the error out, the second one's catches it."""
+
+    def update(_):
+        calls.append(len(calls))
+        with contextlib.suppress(*[KeyError] * calls[-1]):
+            optimizer.step({}.popitem if calls[-1] < 2 else None)
+
+    weight, calls = nn.Parameter(torch.ones(4)), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(update)
+    with pl.observe(steps="marked") as seen:
+        for _ in range(4):
+            with contextlib.suppress(KeyError):
+                weight.sum().backward()
+            pl.step()
+    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].unique()
+    assert set(map(tuple, parts)) == {("backward", "optimizer")}
+    assert parts.index.tolist() == calls == list(range(4))
 
 
 def hooked():

@@ -617,11 +617,11 @@ def test_a_script_finds_gpus_that_nobody_has_touched(monkeypatch, tmp_path):
             pl.observe(program, 2)
         assert pickle.loads(asked.call_args.args[1])["device"] == device
     monkeypatch.setattr(torchrun, "torchrun_context", asked)
-    for here, device in (("2", "cpu"), ("1", None)):  # gloo may find no way between machines
+    for here in ("2", "1"):  # on one machine, and on two
         monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here})
         with pytest.raises(ZeroDivisionError):
             observing.observe_under_torchrun(script, folder=str(tmp_path / "parts"))
-        assert asked.call_args.kwargs["device"] == device
+        assert asked.call_args.kwargs["device"] == "cpu"
 
 
 def test_a_gpus_clock_reads_what_the_cpus_has_marked():

@@ -577,6 +577,13 @@ def the_first_fsdp(views, levels=1):
     trained(FullyShardedDataParallel(layers(1), **unit), 256)
 
 
+def the_first_fsdp_beside_ddp(width):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    first = FullyShardedDataParallel(layers(1), device_id=torch.device("cpu"))
+    trained(nn.Sequential(first, ddp(nn.Linear(256, width))), 256)
+
+
 def a_gate_beside_local_experts():
     gate, expert = ddp(nn.Linear(256, 4)), nn.Linear(256, 1024)
     update = torch.optim.SGD([*gate.parameters(), *expert.parameters()], 0.1)
@@ -721,6 +728,10 @@ SAID = {
     (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
         "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
         "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, kept")}),
+    (the_first_fsdp_beside_ddp, 64): (2, {TIMES: (ONCE,), FORM: (
+        "kept for backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)", "65,792 B of")}),
+    (the_first_fsdp_beside_ddp, 1024): (2, {TIMES: (ONCE,), FORM: (
+        SUMMED + "2 (n−1)/n Ψ = 1.05 MB per rank (n=2, Ψ=1.05 MB)", "0.263 MB of other")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (averages_seldom,): (2, {
         CALLS: ("in 2 of 10 steps, 1 × all_reduce of 0.262 MB; a rank sends 0.262 MB in",),

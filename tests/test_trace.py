@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import paralab as pl
+from paralab.report.facts import shared_cores
+from paralab.spec.cluster import available_cores
 from paralab.spec.links import Reach
 from stated import NODES
 
@@ -64,6 +67,8 @@ def test_a_traced_function_is_a_measured_report_of_one_step(report):
     assert report.plan.world_size == 4 and report.steps["step"].tolist() == [0] * 4
     assert repr(report) == "Report(measured, pass_on on 4 ranks, 1 collective, 4 messages)"
     assert report.meta["function"] == "pass_on" and report.meta["nodes"] == [0, 0, 1, 1]
+    assert report.meta["cores"] == available_cores()  # of the machine that both nodes are on
+    assert shared_cores(replace(report, meta={**report.meta, "cores": 3})) == (4, 3)
     assert report.step_time > 0 and "step time" in report.summary().index
     shares = report.bubbles()  # it has no schedule, and no forward either
     assert shares[["formula", "simulated"]].isna().all(axis=None)

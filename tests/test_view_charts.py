@@ -178,6 +178,15 @@ def test_a_chart_is_shown_checked_copied_and_saved_as_plotlys_figures_are(light,
         assert "bdata" not in chart.to_json()  # lists, and no binary blobs
 
 
+@pytest.mark.parametrize("made", ["write_image", "to_image"])
+def test_a_picture_is_as_wide_as_the_lines_of_its_title(light, monkeypatch, made):
+    asked = []
+    monkeypatch.setattr(pio, made, lambda chart, *args, width=None: asked.append(width))
+    for given in ({}, {"width": 900}):
+        getattr(light["timelines"], made)("a.png", **given)
+    assert asked == [theme.ALONE.width, 900]
+
+
 def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
     monkeypatch.setattr(pio.renderers, "default", "browser")
     monkeypatch.setattr(webbrowser, "_tryorder", [])
@@ -355,6 +364,7 @@ def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
     assert report.step_time == 1.0 and "1000.0 ms" in report.timeline().below
     drawn = view.timelines(report, dataclasses.replace(report, clock="replayed"))
     assert "1000.0 ms measured" in drawn.finding and drawn.layout.shapes[0].x0 == 1500.0
+    assert "<b>last rank 1500.0 ms</b>" in [note.text for note in drawn.layout.annotations]
 
 
 def test_timelines_say_who_is_faster_and_by_how_much():

@@ -223,6 +223,7 @@ def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
 @pytest.mark.parametrize(("settings", "said"), [
     ({"dp": 4, "zero_stage": 2}, "dp=4, ZeRO-2"),
     ({"dp": 4, "zero_stage": 3, "shard": 2}, "dp=4, ZeRO-3 in groups of 2"),
+    ({"dp": 4, "zero_stage": 3, "secondary_shard": 2}, "dp=4, ZeRO-3 with hpZ in groups of 2"),
     ({"dp": 2, "pp": 2, "microbatches": 4, "zero_stage": 1}, "1F1B, p=2, m=4, dp=2, ZeRO-1"),
     ({"dp": 4, "zero_stage": 1, "offload": "cpu"}, "dp=4, ZeRO-1, optimizer to cpu"),
     ({"offload": {"activations": "cpu"}, "recompute": "full"}, "one device, activations to cpu"),

@@ -96,6 +96,7 @@ class Sums:
         # Wrong contents; raised last, since an unread gradient may be the better explanation.
         self.wrong_contents: ValueError | None = None
         self.unread: dict[Value, int] = {}  # gradient -> position where it was written
+        self.scattered: dict[tuple[int, Axis], int] = {}  # (unit, axis) -> its REDUCE_SCATTER
         self.updated: Counter[int] = Counter()
         self.stale: dict[int, int] = {}  # unit -> position where each rank updated a shard of it
 
@@ -171,9 +172,13 @@ class Sums:
         then = f"every rank would train on its own {own} only"
         then = "its two copies would become different" if lane == "ends" else then
         why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so {then}"
-        last = self.names.instruction(self.code[at])
-        legal = f"{call} after position {at}, {last!r}, which adds to it last"
-        raise self.refuse(position, why, legal)
+        legal = f"{call} after position {at}, {{!r}}, which adds to it last"
+        if (v[1], axis) in self.scattered:
+            at = self.scattered[v[1], axis]
+            why = f"the gradient of {self.parameters(v[1])} is summed in parts only, one on each "
+            why += f"of {over_ranks[5:]}, and this reads the gradient of one rank"
+            legal = f"ALL_GATHER over {lane!r} after position {at}, {{!r}}"
+        raise self.refuse(position, why, legal.format(self.names.instruction(self.code[at])))
 
     def _require_contents(self, position: int, v: Value, unit: int) -> None:
         """``v`` has to be the unit's gradient, with the summand of each micro-batch once."""
@@ -224,6 +229,8 @@ class Sums:
         if axis in axes:
             self.partial[target] = axes - {axis}
             self.contents[target] = self.contents.get(v, Counter()).copy()
+            if ins.op == REDUCE_SCATTER:
+                self.scattered[v[1], axis] = position
             return
         name, legal = self.names.value(v), "one sum over each axis over which a value is partial"
         why = f"is not partial over {ins.lane!r}"

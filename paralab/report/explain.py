@@ -218,13 +218,16 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
         rows = sums[sums["phase"] == "data"]
         if rows["step"].nunique() < steps_of(report, rank):
             return ""
-    size = rows.groupby("axis")["payload_bytes"].sum()
-    psi = trained_bytes(report, rank, str(size.idxmax()))
+    if not fully_sharded(report, rank):  # else what FSDP reduces and what DDP does are two sizes
+        rows = rows.assign(op="")
+    size = rows.groupby(["axis", "op"])["payload_bytes"].sum()
+    axis, op = size.idxmax()
+    psi = trained_bytes(report, rank, axis, op=op)
     m, reducing = backwards(report, rank, rows)
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi
-    late = sums[sums["axis"].eq(size.idxmax()) & sums["phase"].eq("data")]["payload_bytes"].sum()
+    late = sums[sums["axis"].eq(axis) & sums["phase"].eq("data")]["payload_bytes"].sum()
     late = 0 if by_hand else late / steps_of(report, rank) / psi  # the last bucket's, say
     if not whole_number(times) and whole_number(times + late):
         times += late

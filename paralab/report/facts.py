@@ -87,10 +87,13 @@ def machines(report: Tables) -> Counter[int]:
 
 def shared_cores(report: Tables, cores: int | None = None) -> tuple[int, int]:
     """(ranks, cores) of the machine with the most ranks, if in a run they shared cores; or (0, 0).
-    cores: where the report does not say, of its one machine, whose nodes may be virtual
+    cores: where the report does not say, of its one machine, whose nodes may be virtual, as those
+    of `pl.trace` and `pl.observe` always are
     """
     said, ranks = report.meta.get("cores"), report.world_size
-    ranks, cores = (max(machines(report).values()), said) if said else (ranks, cores or ranks)
+    if said and not report.meta.get("one_machine"):
+        ranks = max(machines(report).values())
+    cores = said or cores or ranks
     return (ranks, cores) if report.clock == "measured" and cores < ranks else (0, 0)
 
 

@@ -48,7 +48,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     rank = int(calls["rank"][calls["axis"] == axis].min())
     calls = calls[calls["rank"] == rank]
     rows, steps = calls[calls["axis"] == axis], steps_of(report, rank)
-    n, psi = len(rows["ranks"].iloc[0]), trained_bytes(report, rank, axis)
+    sizes = rows[rows["op"].isin(REDUCTIONS)].groupby("op")["payload_bytes"].sum()
+    most = "" if sizes.empty else sizes.idxmax()
+    n, psi = len(rows["ranks"].iloc[0]), trained_bytes(report, rank, axis, op=most)
     if n == 1:
         return "a group of one rank sends nothing"
     if not psi:
@@ -211,15 +213,19 @@ def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, flo
     return len(set(passes)) / n, sum(whole_number(number) or 1 for number in alike) / n
 
 
-def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True) -> float:
+def trained_bytes(
+    report: Tables, rank: int, axis: str, *, op: str = "", trained: bool = True
+) -> float:
     """Psi of an axis: bytes of the trained parameters that are sharded along it, or of all trained
-    ones if none is. Of a parameter sharded along other axes too, only the rank's shard on those
-    counts. ``trained=False``: the same of frozen parameters. 0 where they are not known.
+    ones if none is; next to FSDP's, those of an all-reduce are the others. Of a parameter sharded
+    along other axes too, only the rank's shard on those counts. ``trained=False``: the same of
+    frozen parameters. 0 where they are not known. op: the reduction
     """
     own = [p for p in made_of(report, "parameters", rank) if p["trained"] == trained]
     sharded = [p for p in own if axis in p.get("cut", ())]
+    others = [p for p in own if p not in sharded] * (op == "all_reduce")
     total = 0.0
-    for p in sharded or own:
+    for p in others or sharded or own:
         other_shards = prod(size for name, size in p.get("cut", {}).items() if name != axis)
         total += p["elements"] / other_shards * p["bytes"] / max(p["held"], 1)
     return total

@@ -138,6 +138,14 @@ class Chart(go.Figure):
         self._table, self.summary = table, summary
         return self
 
+    def write_image(self, *args: Any, **how: Any) -> None:
+        """Plotly's; by default as wide as the lines of the title are broken for."""
+        super().write_image(*args, **{"width": self.layout.width or self._frame.width} | how)
+
+    def to_image(self, *args: Any, **how: Any) -> bytes:
+        """As `write_image`, without a file."""
+        return super().to_image(*args, **{"width": self.layout.width or self._frame.width} | how)
+
     def __repr__(self) -> str:
         text = f"Chart({self.summary})"
         return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"

@@ -59,6 +59,7 @@ def plan_name(plan: Plan) -> str:
     if plan.zero_stage:
         form = f"ZeRO-{plan.zero_stage}"
         form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
+        form += f" with hpZ in groups of {plan.secondary_shard}" * bool(plan.secondary_shard)
     sharded = plan.tiers is not None and plan.tiers.states  # offloaded ZeRO states: on one rank too
     copies = ["one device" if plan.world_size == 1 else f"dp={plan.dp}"] + [form] * (
         plan.dp > 1 or sharded

@@ -96,13 +96,13 @@ def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Par
     for section in sections:
         clock = "" if section.report.clock in section.label else f" ({section.report.clock})"
         name, middle = f"<b>{theme.text(section.label)}</b>{clock}", section.top + boxes.HEAD / 2
-        end, took = section.seconds, section.duration
-        if section.mark is not None:
-            end = took = section.mark
-        end, took = 1e3 * end, 1e3 * took
+        end = 1e3 * (section.seconds if section.mark is None else section.mark)
+        took, until = f"{end:.1f} ms", section.until
+        if section.mark is None and took != f"{1e3 * section.duration:.1f} ms":
+            until = "last rank"  # the first one began earlier, and none took as long
         inside = end > 0.85 * window * 1e3
         side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
-        heading, label = section.head or name, f"<b>{f'{section.until} {took:.1f} ms'.lstrip()}</b>"
+        heading, label = section.head or name, f"<b>{f'{until} {took}'.lstrip()}</b>"
         room_at_line = end > letter * (theme.letters(heading) + 1) * window * 1e3
         if room_at_line:
             notes.append(note(label, end, middle, size=14, **side))

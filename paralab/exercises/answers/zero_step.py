@@ -21,7 +21,7 @@ class MyZero1:
     def step(self, gradient: Tensor) -> None:
         """gradient: (numel,), of this rank's share; the sum over the ranks is the mean gradient.
 
-        When this returns, `self.parameters` holds the new ones, on every rank.
+        When this returns, the tensor that was given holds the new ones, on every rank.
         """
         ### BEGIN SOLUTION
         own_gradient = gradient.new_empty(self.part)

@@ -377,9 +377,12 @@ guess.reveal(max(took.values()) / min(took.values()))
 
 # %% [markdown]
 # A prediction takes its times from a few speeds of this machine. The replay plays the processor
-# time that each piece of the step took, with other ranks in the same caches. The bytes are the same
-# on every machine, and were predicted before the first run. These are the three plans that send the
-# least, and the three that send the most:
+# time that each piece of the step took, with other ranks in the same caches. The rank correlation
+# below the picture's title (Spearman's) compares the two orders of the plans, and not their times:
+# it is 1 if the orders are equal, and 0 if they are unrelated.
+#
+# The bytes are the same on every machine, and were predicted before the first run. These are the
+# three plans that send the least, and the three that send the most:
 
 # %%
 pd.DataFrame(
