@@ -97,7 +97,8 @@ def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
                 reference_gpt(tokens, targets).backward()
                 adam.step()
             del tokens, targets
-            lent = watched.Lent(**{f"{name}.grad": p.grad for name, p in named.items()})
+            gradients = {name: p.grad for name, p in named.items()}
+            lent = watched.Lent(**{f"{name}.grad": grad for name, grad in gradients.items()})
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             with _small_buffers(), watch.section() as section:
@@ -112,7 +113,9 @@ def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
                     if said := first_other_bits(yours, right, known):
                         wrong = f"after step {step + 1} {said}{BEFORE * zeroed}"
                 wrong = wrong or lent.changed()
-            del yours, right, lent
+                if other := [n for n, p in named.items() if p.grad is not gradients[n]]:
+                    wrong = wrong or f"{other[0]}.grad is another one after the step: leave it"
+            del yours, right, lent, gradients
             gpt.zero_grad()
             reference_gpt.zero_grad()
             paths = [path for path in Path(folder).rglob("*") if path.is_file()]

@@ -160,8 +160,9 @@ class Offload(Steps):
             title += f"; by the formula, {theme.percent(SHARE)} needs {in_speed(needed)}"
         chart = algorithms(curves, runs, title=title, axes=AXES)
         if moved:
-            formulas = "ZeRO-Infinity, eq. 6, for the disk alone; the prediction has every link"
-            chart.said_below(f"the other two lines: {formulas}")
+            formula = "by ZeRO-Infinity's eq. 6, for the disk alone"
+            more = "the prediction has every link, and the host's update"
+            chart.said_below(f"full overlap, no overlap: {formula}; {more}")
         axes = chart.layout.xaxis, chart.layout.yaxis
         ends, (low, _) = (tuple(10**at for at in axis.range) for axis in axes)
         word, line = drop(disk, low, predicted[disk], in_speed(disk), ends)
