@@ -112,9 +112,9 @@ def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
                     known = functools.partial(_mistakes, settings, before_step, grads, yours, step)
                     if said := first_other_bits(yours, right, known):
                         wrong = f"after step {step + 1} {said}{BEFORE * zeroed}"
-                wrong = wrong or lent.changed()
-                if other := [n for n, p in named.items() if p.grad is not gradients[n]]:
-                    wrong = wrong or f"{other[0]}.grad is another one after the step: leave it"
+                other = [name for name, p in named.items() if p.grad is not gradients[name]][:1]
+                replaced = "".join(f"{name}.grad is another one: leave it" for name in other)
+                wrong = wrong or replaced or lent.changed()
             del yours, right, lent, gradients
             gpt.zero_grad()
             reference_gpt.zero_grad()

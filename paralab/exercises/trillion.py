@@ -86,9 +86,7 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
 
 
 def _replicated(model: ModelSpec, blocks: int, first: bool) -> Mistakes:
-    """(words, elements) of what tensor parallelism replicates and an answer may shard; below zero:
-    of what it shards and an answer may replicate.
-    """
+    """(words, elements) that tp replicates and an answer may shard; below zero: the other way."""
     yield "the biases of column-parallel layers are sharded", -7 * blocks * model.hidden
     norms, positions = blocks * 6 * model.hidden, model.seq_len * model.hidden
     yield "norms and the biases of row-parallel layers are replicated", norms
