@@ -177,13 +177,12 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch
         again = 2 * model.layers // plan.pp * once
-        if plan.recompute == "full":
+        if twice := plan.recompute == "full":
             said = "with recomputation forward runs twice, and so do its two all-reduces"
             yield said, size - again
         else:
             yield "yours counts recomputation, which this plan does not use", size + again
-        forwards = 2 if plan.recompute == "full" else 1
-        yield "backward makes two all-reduces per block, too", size - forwards * again
+        yield "backward makes two all-reduces per block, too", size - (1 + twice) * again
         order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
             yield f"the embedding's all-reduce is missing{order}", size - once
