@@ -269,6 +269,7 @@ class Description:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field as a plain value; `from_dict` reads it back."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def changed(self) -> dict[str, Any]:

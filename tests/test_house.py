@@ -63,6 +63,19 @@ def test_every_module_begins_with_its_abstract():
     assert [module for module, path in FILES.items() if not ast.get_docstring(parsed(path))] == []
 
 
+def test_what_a_public_class_offers_says_what_it_is():
+    classes = [kind for name in pl.__all__ if inspect.isclass(kind := getattr(pl, name))]
+    assert pl.Report in classes
+    mute = [
+        f"{kind.__name__}.{name}"
+        for kind in classes
+        for name, offered in inspect.getmembers(kind)
+        if name[0] != "_" and (callable(offered) or isinstance(offered, property))
+        if not inspect.getdoc(offered)
+    ]
+    assert mute == []
+
+
 def test_no_imports_go_round():
     graph = {module: imports(path) & FILES.keys() - {module} for module, path in FILES.items()}
     assert len(graph) > 100

@@ -65,6 +65,7 @@ def test_the_formulas_are_of_what_is_computed_and_what_files_are_read_and_writte
         assert hidden[bandwidth] == pytest.approx(max(compute, seconds))
     assert all(took >= hidden[b] for b, took in curve(widget, "predicted").items())
     assert files / compute in hidden  # the corner
+    assert "full and no overlap: ZeRO-Infinity, eq. 6" in widget.charts[1].below
     needed = 9 * files / compute  # there compute is nine tenths of compute + files / bandwidth
     assert widget.charts[1].finding.endswith(
         f"; by the formula, 90 % needs {theme.scaled(needed, 'B/s')}"

@@ -86,7 +86,8 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
 
 
 def _replicated(model: ModelSpec, blocks: int, first: bool) -> Mistakes:
-    """(words, elements) of what tensor parallelism replicates and an answer may shard."""
+    """(words, elements) that tp replicates and an answer may shard; below zero: the other way."""
+    yield "the biases of column-parallel layers are sharded", -7 * blocks * model.hidden
     norms, positions = blocks * 6 * model.hidden, model.seq_len * model.hidden
     yield "norms and the biases of row-parallel layers are replicated", norms
     if first:
@@ -103,7 +104,7 @@ def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         ("there are no more than m micro-batches", p - stage),
         ("one is missing: that of the forward right before the first backward", p - stage - 1),
         ("yours counts stages from the other end", stage + 1),
-        ("that is the number of the first stage", min(p, m)),
+        ("that is what the first stage holds; a later one holds fewer", min(p, m)),
     )
 
 
@@ -176,17 +177,19 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch
         again = 2 * model.layers // plan.pp * once
-        if plan.recompute == "full":
+        if twice := plan.recompute == "full":
             said = "with recomputation forward runs twice, and so do its two all-reduces"
             yield said, size - again
         else:
             yield "yours counts recomputation, which this plan does not use", size + again
+        yield "backward makes two all-reduces per block, too", size - (1 + twice) * again
         order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
             yield f"the embedding's all-reduce is missing{order}", size - once
         else:
             yield f"there is no embedding on this stage{order}", size + once
-        yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
+        whole = size + (plan.pp - 1) * (size - first * once)  # with one embedding
+        yield "yours counts the whole model; a stage has L/p blocks", whole
     elif axis == "pp":
         if first:
             said = "the first stage has no stage before it to send gradients to"
@@ -202,7 +205,11 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         yield "yours counts the whole model; a rank holds its part of one stage", whole
         part = whole / (t * plan.pp)
         yield "yours is an equal part of all parameters, but stages differ", part
-        for words, count in _replicated(model, model.layers // plan.pp, first):
+        blocks, h = model.layers // plan.pp, model.hidden
+        few = size - per_element * blocks * h * (7 / t + 6)
+        yield "yours counts weights, without biases and norms", few
+        yield "the token embedding is sharded", size + per_element * model.vocab * h * (1 - 1 / t)
+        for words, count in _replicated(model, blocks, first):
             yield words, size - per_element * count * (1 - 1 / t)
     yield a_number, size * 2
 

@@ -23,9 +23,12 @@ Bytes of a rank per step, d2h from device to host and h2d back: Psi parameters, 
 states for each, N ranks, m micro-batches of b samples of s tokens, l blocks of width h:
 
     gradients      d2h    w m Psi/N    reduced in every micro-batch (stages 2, 3); else w Psi/N
+                   disk   in files: as many bytes written, and read again
     parameters     h2d    w Psi/N      after the update, where they live on the device
                           2 w m Psi/N  where they do not: before each forward and each backward
                           2 w Psi/N    the same with schedule="l2l", which reduces gradients once
+                   disk   in files: what goes h2d is read before, and the update writes w Psi/N;
+                          in fp32, which has no master weights, it also reads w Psi/N
     optimizer      disk   K Psi/N read, K Psi/N written; where parameters live on the device, K is
                           12 in fp32 too, because the host has a copy of them
     activations    d2h    w m l b s h, and as much h2d: the input of every block

@@ -88,9 +88,10 @@ def plan_search(
                   recomputation, and offload where the cluster states its links. Other fields keep
                   their defaults in `Plan`; so precision is fp32
 
-    Time and memory of the simulated plans are those of `pl.predict`, and estimates rank plans as
-    these do (rank correlation 0.97 and more in tests/test_search.py). Raises ValueError if no plan
-    is legal or none fits, then with the smallest memory that a plan needs and what would help.
+    Returns a `Search`: ``best`` is the fastest plan, ``table`` has a row per plan. Time and memory
+    of the simulated plans are those of `pl.predict`, and estimates rank plans as these do (rank
+    correlation 0.97 and more in tests/test_search.py). Raises ValueError if no plan is legal or
+    none fits, then with the smallest memory that a plan needs and what would help.
     """
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)

@@ -16,7 +16,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """No rank gave a sign of life. ``waiting``: {rank: where it is blocked, or its end}."""
+    """No rank gave a sign of life in time. ``waiting``: {rank: where it is blocked, or its end}."""
 
     def __init__(self, message: str, *, waiting: dict[int, str] | None = None) -> None:
         super().__init__(message)

@@ -298,4 +298,5 @@ class Tables:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the plan, also in a dry run, which has rows of one."""
         return self.plan.world_size

@@ -149,6 +149,7 @@ class Cluster(checks.Description):
 
     @property
     def num_devices(self) -> int:
+        """Devices of all nodes together."""
         return self.nodes * self.devices_per_node
 
     @property

@@ -160,8 +160,8 @@ class Offload(Steps):
             title += f"; by the formula, {theme.percent(SHARE)} needs {in_speed(needed)}"
         chart = algorithms(curves, runs, title=title, axes=AXES)
         if moved:
-            formulas = "ZeRO-Infinity, eq. 6, for the disk alone; the prediction has every link"
-            chart.said_below(f"the other two lines: {formulas}")
+            words = "ZeRO-Infinity, eq. 6, for the disk alone; predicted: all links, and the host"
+            chart.said_below(f"full and no overlap: {words}")
         axes = chart.layout.xaxis, chart.layout.yaxis
         ends, (low, _) = (tuple(10**at for at in axis.range) for axis in axes)
         word, line = drop(disk, low, predicted[disk], in_speed(disk), ends)

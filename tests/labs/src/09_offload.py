@@ -236,7 +236,7 @@ stays.reveal(2, "Gradients go down, 2 bytes, and new parameters come up, 2 bytes
 # %% [markdown]
 # Of the two cuts with the smallest volume ZeRO-Offload takes the one that leaves two bytes per
 # parameter on the GPU, an eighth of 16. (Its table 1 prints 4 for that row, and “8x”; two is what
-# the graph gives.) A run in 16 bits with one micro-batch has these four bytes:
+# the graph gives.) A run in 16 bits with one micro-batch moves these four bytes:
 
 # %%
 half = pl.Plan(zero_stage=2, offload="cpu", precision="bf16")
@@ -270,7 +270,7 @@ e = offload_costs.efficiency(intensity, 1, peak_flops=70e12, bandwidth=1.5e12)  
 print(f"I = {intensity:g} FLOPs per byte; at 1.5 TB/s and 70 TFLOP/s e = {100 * e:.1f} %")
 
 # %% [markdown]
-# (The paper says that 90 % take 1.5 TB/s.) Which bandwidth does the formula require?
+# (The paper says that 90 % requires 1.5 TB/s.) Which bandwidth does the formula require?
 
 # %%
 warm_up = pl.exercises.bandwidth

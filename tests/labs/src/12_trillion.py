@@ -332,10 +332,10 @@ longer.reveal(level["intra"] / nodes.intra.bandwidth / (level["inter"] / nodes.i
 # (`tp_overlap=False`). (Lab 11's plan has both scatter/gather and dropout. The two nearly cancel,
 # so its step is about as long.)
 #
-# The formula $\frac{p-1}{m+p-1}$ has 11 % of the step for the bubble of 64 stages and 512
-# micro-batches. It takes all stages for equally fast, and messages for free. Here the last stage
-# has the head, and every activation goes to another node. What share of the time of all ranks is
-# idle?
+# By the formula $\frac{p-1}{m+p-1}$ the bubble of 64 stages and 512 micro-batches is 11 % of the
+# step. The formula assumes that all stages are equally fast and that messages take no time. Here
+# the last stage has the head, and every activation goes to another node. What share of the time of
+# all ranks is idle?
 
 # %%
 idle = pl.exercises.guess("of the step is idle", low=0, high=50, unit="%", decimals=0)
