@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import paralab as pl
+from paralab.experiment import run_under_torchrun
 from paralab.instruments import between, calibrate, measure
 from paralab.launch import launch_program
 from paralab.ranks import torchrun
@@ -134,6 +135,24 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             silent.wait(0.5)  # it began before two that have come to their end
         silent.terminate()
+
+
+def threads(port: int, text: str, folder: str, given: str) -> int:
+    """Of the only rank on a machine, with this in the environment, once it has trained."""
+    torch.set_num_threads(3)
+    as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if given:
+        os.environ["OMP_NUM_THREADS"] = given
+    run_under_torchrun(MODEL, pl.Plan(), folder=folder, data=text, steps=1, device="cpu")
+    return torch.get_num_threads()
+
+
+def test_the_only_rank_of_a_machine_computes_on_one_core_unless_told_otherwise(tmp_path, text):
+    """As predictions have it, and `pl.run`; torchrun says so to several ranks only."""
+    for given, used in (("", 1), ("3", 3)):
+        told = free_port(), str(text), str(tmp_path / given), given
+        assert pl.launch(threads, 1, told) == [used]
 
 
 # ---- the link between machines ------------------------------------------------------------------
