@@ -495,7 +495,8 @@ def _show(given: argparse.Namespace) -> None:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.calibrate:
-        print("measuring this machine …", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("measuring this machine …", file=sys.stderr, flush=True)
         if torchrun_started_this():
             from paralab.instruments.between import calibrate_nodes
 

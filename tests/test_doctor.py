@@ -232,9 +232,11 @@ def test_under_torchrun_the_first_rank_of_each_machine_speaks_for_it(fake, capsy
     )
     for nodes, says_one, speaks in ((0, False, False), (1, True, True), (2, False, True)):
         monkeypatch.setattr(between, "calibrate_nodes", lambda device, nodes=nodes: nodes)
+        monkeypatch.setenv("LOCAL_RANK", str(int(not nodes)))
         assert cli.main(["doctor", "--calibrate"]) == 0
         out, err = capsys.readouterr()
-        assert ("All labs run here" in out) == speaks and ("there is one node" in err) == says_one
+        assert ("All labs run here" in out) == ("measuring" in err) == speaks
+        assert ("there is one node" in err) == says_one
 
 
 def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):
