@@ -18,13 +18,16 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.instruments import calibrate
-from paralab.instruments.measure import links_of
+from paralab.instruments.measure import links_of, workloads
 from paralab.ranks.started import variable
 from paralab.spec import Cluster, Link
 from paralab.theory.fit import fit_link
 
 JOIN_S = 300.0  # within which every machine has been measured, some of them later than others
 TIMEOUT_S = 600.0  # that all other links may take in which a rank has no part
+# The smallest sizes, which alone say what alpha is, get rounds of their own: on a slow link there
+# would be three of all sizes.
+SMALL = 4
 
 
 def calibrate_nodes(device: str) -> int:
@@ -65,11 +68,13 @@ def measure_inter(context: Any) -> dict[str, Any]:
     from paralab.comm import everyone
 
     world, nodes = everyone(context), sorted(set(context.nodes))
+    sizes = workloads(context).messages
     first = [context.nodes.index(node) for node in nodes]
     mine = []
     for source, end in zip(first, first[1:] + first[:1], strict=True):
         if group := world.subgroup((source, end), axis="pp"):
-            rows = links_of(group, ("send",))
+            rows = links_of(group, ("send",), sizes[:SMALL], budget=4)
+            rows += links_of(group, ("send",), sizes[SMALL:])
             mine += [rows] * (context.rank == end)
     every: list[Any] = [None] * context.world_size
     dist.all_gather_object(every, mine)

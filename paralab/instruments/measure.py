@@ -260,25 +260,26 @@ def measure_links(context: Any) -> list[dict[str, Any]]:
     """Runs in a rank: `links_of` the group of all ranks, for every collective."""
     from paralab.comm import everyone
 
-    return links_of(everyone(context, axis="dp"), OPS)
+    return links_of(everyone(context, axis="dp"), OPS, workloads(context).messages)
 
 
-def links_of(group: Any, ops: tuple[str, ...]) -> list[dict[str, Any]]:
+def links_of(
+    group: Any, ops: tuple[str, ...], messages: tuple[int, ...], budget: float = 1.0
+) -> list[dict[str, Any]]:
     """A row per collective and size, whose "marks" are the (launch, end) of every repetition in
-    seconds of this rank's clock. Takes `LINKS_S`, but from 3 to 12 rounds.
+    seconds of this rank's clock. Takes ``budget`` times `LINKS_S`, but from 3 to 12 rounds.
     """
     import torch
 
     context = group.context
     clock, workload = group.recorder.clock, workloads(context)
     largest, is_over, ahead = (
-        torch.zeros(size // 4, device=context.device)
-        for size in (workload.messages[-1], 4, workload.ahead)
+        torch.zeros(size // 4, device=context.device) for size in (messages[-1], 4, workload.ahead)
     )
     # multiples of the group's size, so that the parts of all members are equal
-    sizes = [size - size % (4 * group.size) for size in workload.messages]
+    sizes = [size - size % (4 * group.size) for size in messages]
     rows = [{"op": op, "payload_bytes": size, "marks": []} for op in ops for size in sizes]
-    deadline = time.perf_counter() + LINKS_S
+    deadline = time.perf_counter() + budget * LINKS_S
     for done in range(1, ROUNDS + 1):
         clock.anchor()
         for row in rows:
