@@ -248,7 +248,8 @@ def make_parser() -> argparse.ArgumentParser:
         "labs run, 1 if none does (the reason is printed).",
     )
     doctors.add_argument("--json", action="store_true", help="print the findings as JSON")
-    text = "first measure this machine's speed and links, which takes ten to fifteen seconds"
+    text = "first measure this machine's speed and links, which takes ten to fifteen seconds; "
+    text += "under torchrun on several machines the link between them too"
     doctors.add_argument("--calibrate", action="store_true", help=text)
     text = "whose speed and links to show: cpu (processors) or cuda (GPUs) (default cpu)"
     doctors.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
@@ -496,8 +497,17 @@ def _show(given: argparse.Namespace) -> None:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.calibrate:
-        print("measuring this machine …", file=sys.stderr, flush=True)
-        Cluster.local(device=given.device, refresh=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("measuring this machine …", file=sys.stderr, flush=True)
+        if torchrun_started_this():
+            from paralab.instruments.between import calibrate_nodes
+
+            if (nodes := calibrate_nodes(given.device)) == 0:
+                return 0
+            if nodes == 1:
+                print("there is one node, so no link between nodes to measure", file=sys.stderr)
+        else:
+            Cluster.local(device=given.device, refresh=True)
     found = doctor.diagnose(doctor.examine(given.device))
     print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
     return 1 if found.problems else 0

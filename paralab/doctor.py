@@ -123,6 +123,12 @@ def calibrated(device: str) -> str | None:
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
         summary += "; other programs were busy then, so it is measured again when they are not"
+    if found := known.get("inter"):
+        link, made = found["link"], found["made"][:10]
+        summary += (
+            f"; on the slowest link between {found['nodes']} nodes (measured {made}) a latency of "
+            f"{in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
+        )
     return summary
 
 

@@ -242,12 +242,16 @@ def run_under_torchrun(
         legal = f"a plan of {count_of(world, 'rank')}, "
         legal += f"or --nproc-per-node * --nnodes = {plan.world_size}"
         raise illegal("dp", plan.dp, why, legal)
-    import torch.distributed as dist  # this process is a rank, so it may import torch
+    import torch  # this process is a rank, so it may import torch
+    import torch.distributed as dist
 
     from paralab.ranks.host import separate_queues
     from paralab.ranks.torchrun import torchrun_context
 
     separate_queues()
+    # torchrun sees to it where it starts several ranks; of a single one torch would use all cores.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:

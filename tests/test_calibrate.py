@@ -96,7 +96,7 @@ def test_a_call_lasts_from_its_last_launch_to_its_last_end():
         early = [(0.0, 5.0 + slow), (10.0, 15.0 + slow)]
         late = [(4.0, 4.5), (14.0, 15.5 + slow)]
         found += [[call | {"marks": early}], [call | {"marks": late}]]
-    (row,) = calibrate._from_last_launch(found, 2)
+    (row,) = calibrate.from_last_launch(found, 2)
     assert row["seconds"] == 1.5  # of 1.0, 10.0 and 1.5
     assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)
 
@@ -247,6 +247,19 @@ def test_refresh_measures_again_and_replaces(measurements):
     assert len(measurements) == 2 and calibrate.cache_path().read_text() == before
 
 
+def test_a_measured_link_between_nodes_is_the_cluster_s_and_outlives_a_new_calibration(
+    measurements,
+):
+    assert pl.Cluster.local().inter == LINK  # until one is measured, as inside the machine
+    calibrate.keep_inter({"link": {"alpha": 0.04, "bandwidth": 1.2e7}, "nodes": 2, "made": "2026"})
+    for refresh in (False, True):
+        cluster = pl.Cluster.local(refresh=refresh).replace(nodes=3, devices_per_node=1)
+        assert cluster.intra == LINK and cluster.inter == pl.Link(alpha=0.04, bandwidth=1.2e7)
+        calls = predict(MODEL, pl.Plan(dp=3), cluster, steps=1).collectives
+        assert (calls["end"] - calls["start"]).min() > 0.04
+    assert len(measurements) == 2
+
+
 def test_what_was_measured_beside_busy_programs_is_measured_again_once_they_are_done(
     measurements, monkeypatch
 ):
@@ -283,7 +296,7 @@ def test_what_a_hypervisor_gives_to_others_is_busy_too(tmp_path, monkeypatch):
 
 
 OTHERS = ({"format": 999}, {"cluster": {"flops": -1}}, {"cluster": None}, {"points": {}},
-          {"accuracy": {}})  # fmt: skip
+          {"accuracy": {}}, {"inter": {"link": {"alpha": -1.0, "bandwidth": 1.0}}})  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
-from paralab.instruments import calibrate
+from paralab.instruments import between, calibrate
 from paralab.spec import cluster
 from processes import ROOT, python
 from refusals import shell_refuses
@@ -172,7 +172,14 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
         "measured 2026-01-02: 42 GFLOP/s on a core; between ranks a latency of 1.5 ms and 1.25 GB/s"
     )
     again = "; other programs were busy then, so it is measured again when they are not"
-    for more, words in (({}, said), ({"busy": 0.5}, said + again)):
+    far = {"link": {"alpha": 0.042, "bandwidth": 1.2e7}, "nodes": 3, "made": "2026-02-03T04:05:06Z"}
+    apart = "; on the slowest link between 3 nodes (measured 2026-02-03) a latency of 42 ms and "
+    apart += "12 MB/s"
+    for more, words in (
+        ({}, said),
+        ({"busy": 0.5}, said + again),
+        ({"busy": 0.5, "inter": far}, said + again + apart),
+    ):
         calibrate.cache_path().write_text(json.dumps(known | more))
         assert doctor.calibrated("cpu") == words
 
@@ -219,6 +226,20 @@ def test_calibrate_measures_first_and_not_the_gpus_that_there_are_not(fake, caps
     out, err = capsys.readouterr()
     assert json.JSONDecoder().raw_decode(out)[0]["labs"] and "measuring" in err  # it stays JSON
     assert asked == [{"device": device, "refresh": True} for device in ("cpu", "cuda")]
+
+
+def test_under_torchrun_the_first_rank_of_each_machine_speaks_for_it(fake, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "over gloo; legal: 'cpu'" in shell_refuses(
+        capsys, "doctor", "--calibrate", "--device", "cuda"
+    )
+    for nodes, says_one, speaks in ((0, False, False), (1, True, True), (2, False, True)):
+        monkeypatch.setattr(between, "calibrate_nodes", lambda device, nodes=nodes: nodes)
+        monkeypatch.setenv("LOCAL_RANK", str(int(not nodes)))
+        assert cli.main(["doctor", "--calibrate"]) == 0
+        out, err = capsys.readouterr()
+        assert ("All labs run here" in out) == ("measuring" in err) == speaks
+        assert ("there is one node" in err) == says_one
 
 
 def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):

@@ -24,12 +24,16 @@ import torch
 import torch.distributed as dist
 
 import paralab as pl
+from paralab.experiment import run_under_torchrun
+from paralab.instruments import between, calibrate, measure
+from paralab.launch import launch_program
 from paralab.ranks import torchrun
 from paralab.ranks.errors import RankError
 from paralab.ranks.process import Chosen, joined
 from paralab.ranks.torchrun import torchrun_context
 from paralab.report import checkpoints
 from patience import HANG_S
+from stated import LINK
 from together import in_turn, reports
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
@@ -131,6 +135,80 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             silent.wait(0.5)  # it began before two that have come to their end
         silent.terminate()
+
+
+def threads(port: int, text: str, folder: str, given: str) -> int:
+    """Of the only rank on a machine, with this in the environment, once it has trained."""
+    torch.set_num_threads(3)
+    as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if given:
+        os.environ["OMP_NUM_THREADS"] = given
+    run_under_torchrun(MODEL, pl.Plan(), folder=folder, data=text, steps=1, device="cpu")
+    return torch.get_num_threads()
+
+
+def test_the_only_rank_of_a_machine_computes_on_one_core_unless_told_otherwise(tmp_path, text):
+    """As predictions have it, and `pl.run`; torchrun says so to several ranks only."""
+    for given, used in (("", 1), ("3", 3)):
+        told = free_port(), str(text), str(tmp_path / given), given
+        assert pl.launch(threads, 1, told) == [used]
+
+
+# ---- the link between machines ------------------------------------------------------------------
+def far_link(context) -> dict:
+    """Machines whose clocks differ by an hour, and a link that is slower one way."""
+
+    def rows(group, ops, messages, budget=1):
+        now, alpha = 3600.0 * context.rank, 0.05 if group.ranks == (2, 0) else 0.01
+        sees_all = group.index == 1  # the other end is done when its bytes are in a buffer
+        return [
+            {"op": "send", "payload_bytes": size, "marks": [(now, now + seconds)] * 4}
+            for size in messages
+            for spoilt in [0.02 * (size < 2**19 and budget == 1)]  # with few repetitions
+            for seconds in [alpha + size / 1e7 + spoilt if sees_all else 1e-6]
+        ]
+
+    between.links_of = rows
+    return between.measure_inter(dataclasses.replace(context, nodes=(0, 0, 1)))
+
+
+def test_the_slowest_link_between_machines_is_the_receiver_s_time_whatever_the_clocks_say():
+    found = launch_program(far_link, 3, (), device="cpu")
+    assert found[1:] == found[:1] * 2 and found[0]["nodes"] == 2
+    assert found[0]["link"] == pytest.approx({"alpha": 0.05, "bandwidth": 1e7})
+    sizes = [point["wire_bytes"] for point in found[0]["points"]]
+    assert sizes == list(measure.WORKLOADS["cpu"].messages)
+
+
+def calibrates(port: int, cache: str) -> tuple:
+    """In each rank, of a job on two machines and then of one on its own machine: the nodes that it
+    may speak of, and which devices it had measured.
+    """
+    rank, done = dist.get_rank(), []
+    os.environ["PARALAB_CACHE_DIR"] = f"{cache}/{min(rank, 1)}"
+    known = {"format": calibrate.FORMAT, "points": {"links": []}, "accuracy": {"device": {}}}
+    known["cluster"] = pl.Cluster(flops=1e9, memory_bandwidth=1e9, intra=LINK).to_dict()
+    calibrate.measured = lambda device: done.append(device) or known
+    measure.LINKS_S = 0.0
+    as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
+    nodes = between.calibrate_nodes("cpu")
+    as_one = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": "none is met at"}
+    os.environ |= {name: str(value) for name, value in as_one.items()}
+    return nodes, between.calibrate_nodes("cpu"), done
+
+
+def test_every_machine_is_measured_by_one_rank_and_keeps_the_link_between_all(
+    tmp_path, monkeypatch
+):
+    found = pl.launch(calibrates, 3, (free_port(), str(tmp_path)))
+    assert found == [(2, 1, ["cpu"] * 2), (2, 0, ["cpu"]), (0, 0, [])]
+    kept = []
+    for node in "01":
+        monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / node))
+        kept.append((calibrate.known()["inter"], pl.Cluster.local().inter))
+    assert kept[0] == kept[1] and kept[0][0]["nodes"] == 2
+    assert 1e6 < kept[0][1].bandwidth != LINK.bandwidth and 0 <= kept[0][1].alpha < 0.1
 
 
 # ---- meeting, and a call without an end ---------------------------------------------------------

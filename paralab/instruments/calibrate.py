@@ -94,8 +94,17 @@ def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluste
     the number of real cores, ``memory`` the machine's (or its container's), shared by all ranks.
     Raises ValueError for device="cuda" where there is no GPU.
     """
-    cluster = Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
+    cluster = cluster_of(calibration(device=device, refresh=refresh))
     return cluster if cluster.gpus else cluster.replace(memory=memory_bytes())
+
+
+def cluster_of(known: dict[str, Any]) -> Cluster:
+    """The cluster of a calibration, with the link between nodes if one was measured (between.py).
+
+    Raises ValueError, KeyError or TypeError if the file was damaged.
+    """
+    cluster = Cluster.from_dict(known["cluster"])
+    return cluster.replace(inter=Link(**known["inter"]["link"])) if "inter" in known else cluster
 
 
 Cluster.measure = staticmethod(local_cluster)
@@ -133,7 +142,8 @@ def device_of_run(ranks: int) -> str:
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
     """The whole calibration as plain JSON values: {"cluster", "points", "accuracy", "busy",
-    "seconds", "made"}.
+    "seconds", "made"}, and "inter" if between.py has measured the link between nodes; it is kept
+    when this machine is measured again.
 
     device     as in `local_cluster`
     accuracy   {"device", an operation, or a product such as "bf16 forward": {"median", "worst"}},
@@ -151,7 +161,8 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     path, result = cache_path(device), None if refresh else known(device)
     disturbed = result is not None and path not in _repeated and result.get("busy", 0.0) > BUSY
     if result is None or (disturbed and processors_busy() <= BUSY):
-        result = measured(device)
+        kept = {name: value for name, value in (known(device) or {}).items() if name == "inter"}
+        result = measured(device) | kept
         if disturbed:
             _repeated.add(path)
         _write(path, result)
@@ -230,11 +241,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     """The cached calibration; None if there is no such file, or it is damaged or incomplete."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        Cluster.from_dict(known["cluster"])
+        cluster_of(known)
         complete = "links" in known["points"] and "device" in known["accuracy"]
         return known if complete and known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def keep_inter(found: dict[str, Any]) -> None:
+    """Add the link between nodes to the calibration of this machine's processors."""
+    _write(cache_path(), (known() or {}) | {"inter": found})
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
@@ -274,7 +290,7 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
                 passes[name] += launch_program(program, count, (), device=device, optimizers=False)
         between()
     busy = processors_busy()  # by others: the server of ranks has loaded torch and is idle
-    links = _from_last_launch(passes.pop("links"), ranks)
+    links = from_last_launch(passes.pop("links"), ranks)
     points = {"links": links} | {name: _typical(rows) for name, rows in passes.items()}
     tiers, kernels = points["tiers"], points["kernels"]
     post, wait, work = (0.0, 0.0, 0.0) if of_gpus else overheads(points["calls"])
@@ -362,7 +378,7 @@ def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
     return seconds["post"], wait, work
 
 
-def _from_last_launch(measured: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
+def from_last_launch(measured: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
     """One row per operation and size of `measure_links`, whose rows ``measured`` has rank by rank
     and pass by pass. Its seconds are those from the last rank's launch to the last rank's end: the
     lower quartile over all repetitions, as other work can only add to them, and makes whole

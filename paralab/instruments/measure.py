@@ -257,23 +257,29 @@ def measure_products(context: Any, *, budget: float) -> list[dict[str, Any]]:
 
 
 def measure_links(context: Any) -> list[dict[str, Any]]:
-    """Runs in a rank: a row per collective and size, whose "marks" are the (launch, end) of every
-    repetition in seconds of the rank's clock. Takes `LINKS_S`, but from 3 to 12 rounds.
+    """Runs in a rank: `links_of` the group of all ranks, for every collective."""
+    from paralab.comm import everyone
+
+    return links_of(everyone(context, axis="dp"), OPS, workloads(context).messages)
+
+
+def links_of(
+    group: Any, ops: tuple[str, ...], messages: tuple[int, ...], budget: float = 1.0
+) -> list[dict[str, Any]]:
+    """A row per collective and size, whose "marks" are the (launch, end) of every repetition in
+    seconds of this rank's clock. Takes ``budget`` times `LINKS_S`, but from 3 to 12 rounds.
     """
     import torch
 
-    from paralab.comm import everyone
-
-    group = everyone(context, axis="dp")
+    context = group.context
     clock, workload = group.recorder.clock, workloads(context)
     largest, is_over, ahead = (
-        torch.zeros(size // 4, device=context.device)
-        for size in (workload.messages[-1], 4, workload.ahead)
+        torch.zeros(size // 4, device=context.device) for size in (messages[-1], 4, workload.ahead)
     )
     # multiples of the group's size, so that the parts of all members are equal
-    sizes = [size - size % (4 * group.size) for size in workload.messages]
-    rows = [{"op": op, "payload_bytes": size, "marks": []} for op in OPS for size in sizes]
-    deadline = time.perf_counter() + LINKS_S
+    sizes = [size - size % (4 * group.size) for size in messages]
+    rows = [{"op": op, "payload_bytes": size, "marks": []} for op in ops for size in sizes]
+    deadline = time.perf_counter() + budget * LINKS_S
     for done in range(1, ROUNDS + 1):
         clock.anchor()
         for row in rows:
@@ -282,7 +288,7 @@ def measure_links(context: Any) -> list[dict[str, Any]]:
             group.barrier(phase="setup")
             ahead.zero_()
             launched = clock.mark()
-            call(group, row["op"], tensor, part, end=1, phase="setup")
+            call(group, row["op"], tensor, part, end=group.ranks[1], phase="setup")
             row["marks"].append((launched, clock.mark()))
         for row in rows:
             row["marks"][-1] = tuple(map(clock.seconds, row["marks"][-1]))

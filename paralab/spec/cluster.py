@@ -210,7 +210,9 @@ class Cluster(checks.Description):
     @classmethod
     def local(cls, *, device: str | None = None, refresh: bool = False) -> Cluster:
         """This machine, measured: ten to fifteen seconds the first time (GPUs take longer), then
-        from a cache.
+        from a cache. Its ``inter`` is the link to other machines if `paralab doctor --calibrate`
+        under torchrun has measured one (of processors, over gloo):
+        ``Cluster.local().replace(nodes=2, devices_per_node=4)`` are two machines of 4 ranks each.
 
         device   "cuda" for its GPUs, one rank on each and NCCL between them; "cpu" for its
                  processors; None: what `pl.set_default_device` says, else the processors

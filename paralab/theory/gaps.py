@@ -90,12 +90,15 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if len(theirs) > len(modelled):
         trip = 2 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
         alpha = f"{trip:.2g}" if trip and facts.device_of(report) == "cpu" else "…"
+        link = f", inter=pl.Link(alpha={alpha}, bandwidth=…))"
+        link += ", with the round trip that the ranks measured" * (alpha != "…")
+        link += "; torchrun … -m paralab doctor --calibrate on these nodes measures the link"
+        if known := expect.cluster.inter != expect.cluster.intra:
+            link = "), which states the link between nodes"
         yield (
-            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}, "
-            f"without a link between nodes: predict for cluster.replace(nodes={len(theirs)}, "
-            f"devices_per_node={max(theirs.values())}, "
-            f"inter=pl.Link(alpha={alpha}, bandwidth=…))"
-            f"{', with the round trip that the ranks measured' * (alpha != '…')}."
+            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}"
+            f"{', without a link between nodes' * (not known)}: predict for cluster.replace("
+            f"nodes={len(theirs)}, devices_per_node={max(theirs.values())}{link}."
         )
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
