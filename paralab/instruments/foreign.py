@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
-from paralab.checks import illegal
 from paralab.instruments.foreign_flights import Flights
 from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
@@ -129,8 +128,7 @@ class Observer(Program):
             return call()
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
-        if not self.is_main():
-            self.about["threads"] |= of_python()
+        self.about["threads"] |= not self.is_main() and of_python()
         if not self.is_main() or "backward" in self.inside:
             return call()
         self.about["closures"] |= "optimizer" in self.inside
@@ -171,7 +169,7 @@ class Observer(Program):
             self.describe()
             self.look_for_gpu(*updated(optimizer))
             if self.recorder.ledger is not None:
-                self.ledger.find_gradients(optimizer)
+                self.ledger.find_gradients(*updated(optimizer))
                 self.ledger.owns_trained(optimizer)
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
@@ -181,15 +179,13 @@ class Observer(Program):
         that steps for some of its parameters after the other. Raises ValueError where the end of a
         training step is not known.
         """
-        ended = (known for known, ended in self._optimizers.items() if ended)
-        why, others = "", sorted({type(known).__name__ for known in ended})
-        if "backward" in self.inside:
-            why = "it steps inside a backward"
-        elif others and not self._step_sharers and optimizer not in self._optimizers:
+        others = sorted({type(key).__name__ for key, ended in self._optimizers.items() if ended})
+        why = "it steps inside a backward" if "backward" in self.inside else ""
+        if not why and others and not self._step_sharers and optimizer not in self._optimizers:
             why = f"a forward or backward lies between its step and that of {' and '.join(others)}"
         if why:
             why += ", so it is not known where a training step ends"
-            raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
+            self.calls.refuse("optimizer", type(optimizer).__name__, why, BY_HAND)
         updated_before = self._step_sharers.get(optimizer, set())
         if not updated_before.isdisjoint(map(id, updated(optimizer))):  # a new training step
             self._step_sharers.clear()
