@@ -258,14 +258,20 @@ def test_explain_says_what_other_is_where_it_is_much(report):
 
 
 # ---- steps ------------------------------------------------------------------------------------
-def two_in_turn():
+def two_in_turn(raises=False):
     made = [nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in made]
     for _ in range(3):
         for model, optimizer in zip(made, optimizers, strict=True):
             model(torch.ones(4)).sum().backward()
-            optimizer.step()
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step((lambda: 1 / 0) if raises else None)
+            raises = False
         pl.step()
+
+
+def two_in_turn_of_which_one_raises_first():
+    two_in_turn(raises=True)
 
 
 def inside_backward():
@@ -277,7 +283,9 @@ def inside_backward():
         pl.step()
 
 
-@pytest.mark.parametrize("fn", [two_in_turn, inside_backward])
+@pytest.mark.parametrize(
+    "fn", [two_in_turn, two_in_turn_of_which_one_raises_first, inside_backward]
+)
 def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
     with pytest.raises(pl.RankError, match=r"call paralab.step\(\).* steps='marked'"):
         pl.observe(fn, 1)

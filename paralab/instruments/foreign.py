@@ -56,10 +56,9 @@ class Observer(Program):
     def __init__(self, recorder: Recorder, *, existing: bool = False, **settings: Any) -> None:
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
-        # all whose step has begun, and whether one has ended
-        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        # those that have stepped since the last forward or backward, which share a training step,
-        # and the ids of the parameters that each has updated in it
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all whose step has begun
+        # those of them since the last forward or backward, which share a training step, and ids of
+        # each and of the parameters that it has updated in it: none if its step raised
         self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
 
     # ---- on and off ---------------------------------------------------------------------------
@@ -163,7 +162,8 @@ class Observer(Program):
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
-            self._optimizers.setdefault(optimizer, False)
+            self._optimizers.add(optimizer)
+            self._step_sharers.setdefault(optimizer, set())
             self.begin()
             self.kinds.add("optimizer")
             self.describe()
@@ -179,7 +179,7 @@ class Observer(Program):
         that steps for some of its parameters after the other. Raises ValueError where the end of a
         training step is not known.
         """
-        others = sorted({type(key).__name__ for key, ended in self._optimizers.items() if ended})
+        others = sorted({type(known).__name__ for known in self._optimizers})
         why = "it steps inside a backward" if "backward" in self.inside else ""
         if not why and others and not self._step_sharers and optimizer not in self._optimizers:
             why = f"a forward or backward lies between its step and that of {' and '.join(others)}"
@@ -189,7 +189,7 @@ class Observer(Program):
         updated_before = self._step_sharers.get(optimizer, set())
         if not updated_before.isdisjoint(map(id, updated(optimizer))):  # a new training step
             self._step_sharers.clear()
-        elif self._step_sharers:  # the training step that the last optimizer ended goes on
+        elif any(self._step_sharers.values()):  # the step that the last optimizer ended goes on
             self.go_on()
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
@@ -200,8 +200,8 @@ class Observer(Program):
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
-            self._optimizers[optimizer] = True
-            self._step_sharers.setdefault(optimizer, set()).update(map(id, updated(optimizer)))
+            ids = map(id, (optimizer, *updated(optimizer)))
+            self._step_sharers.setdefault(optimizer, set()).update(ids)
             if not self.marked:
                 self.end_step()
 
