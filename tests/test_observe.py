@@ -395,6 +395,16 @@ def test_an_optimizer_whose_step_raised_ends_later_ones(several):
     assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
 
 
+def one_has_no_parameters():
+    """As a rank may have none of those that one of the optimizers is for."""
+    return trained(nn.Linear(4, 4), 4, behind=torch.optim.SGD([{"params": []}], lr=0.1).step)
+
+
+def test_an_optimizer_without_parameters_ends_no_step_of_its_own():
+    report = pl.observe(one_has_no_parameters, 1)
+    assert len(report.steps) == len(report.losses)
+
+
 def hooked():
     """Packs per step of hooks on saved tensors that the program has put around its steps."""
     packs = [0]
