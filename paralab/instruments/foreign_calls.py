@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class Calls:
         self._meshes: list[Any] = []
         self.refusal: ValueError | None = None  # of the program, which may have caught it
 
-    def refuse(self, *said: Any) -> None:
+    def refuse(self, *said: Any) -> NoReturn:
         """Raise `illegal`, which the observation raises again if the program catches it."""
         self.refusal = illegal(*said)
         raise self.refusal
