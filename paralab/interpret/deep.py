@@ -99,7 +99,7 @@ class Deep:
         moments = graph.moments(self.weights)
         for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
-            end = np.maximum(moments[over], np.r_[0.0, left[:-1]])
+            end = np.maximum(moments[over], np.append(0.0, left[:-1]))
             at, node = graph.calls[pp]
             when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
@@ -176,7 +176,7 @@ class Deep:
             after = of_end if key == last else inf
             work[key], _ = work_until_wait(self.cluster, body, calls, after)
         awaited: dict[int, Cost] = {}
-        bodies: dict[Any, Times] = {}  # runs alike, in whatever block and micro-batch, are timed once
+        bodies: dict[Any, Times] = {}  # runs alike, in whatever block, are timed once
         shape: dict[Any, list[Item]] = {key: [] for key in code_of}
         ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
