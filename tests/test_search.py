@@ -24,6 +24,7 @@ from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
+from paralab.programs.program import Program
 from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
@@ -146,6 +147,14 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     times, sizes = closed / seconds, estimates / peaks
     assert np.quantile(times, 0.05) >= least and np.quantile(times, 0.95) <= 1.1
     assert np.quantile(sizes, 0.95) <= 1.4 and SPARE * sizes.min() >= 1
+
+
+def test_what_tp_ranks_share_is_looked_up_once_for_a_compiled_program(monkeypatch):
+    asked, places = [], Program.places
+    monkeypatch.setattr(Program, "places", lambda *of: asked.append(of) or places(*of))
+    plan = pl.Plan(tp=2, sequence_parallel=True)
+    program = compiled(pl.ModelSpec(layers=1, hidden=32, heads=4, seq_len=16), plan)
+    assert program.shared(0) and len(asked) == 1
 
 
 def test_the_bubble_of_a_plan_is_the_share_that_its_report_says():

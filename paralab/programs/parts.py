@@ -172,18 +172,18 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
     for layout in np.unique(layout_codes):
         plans_of_layout = np.flatnonzero(layout_codes == layout)
         samples, example = space.microbatch_size[plans_of_layout], space[plans_of_layout[0]]
+        fewest, most = int(samples.min()), int(samples.max())
         plan = Plan(
             **{name: getattr(example, name) for name in LAYOUT},
             schedule=SPLIT[0] if space.splits[plans_of_layout[0]] else "1f1b",
-            microbatch_size=example.microbatch_size,
+            microbatch_size=fewest,
         )
-        program, figures = compiled(one_block, plan), []
         machine = _of_group(cluster, reach(cluster, plan.tp, 1, example.world_size))
-        fewest, most = int(samples.min()), int(samples.max())
-        for size in sorted({fewest, most}):
-            plan = plan.replace(microbatch_size=size)
-            program = replace(program, plan=plan, model=build(one_block, plan))
-            figures.append(np.array(parts(program, machine))[:, None])
+        programs = [compiled(one_block, plan)]
+        if most > fewest:
+            plan = plan.replace(microbatch_size=most)
+            programs.append(replace(programs[0], plan=plan, model=build(one_block, plan)))
+        figures = [np.array(parts(program, machine))[:, None] for program in programs]
         share = (samples - fewest) / max(most - fewest, 1)
         table[:, plans_of_layout] = figures[0] + share * (figures[-1] - figures[0])
     three = (PartFigures(*table[i * width : (i + 1) * width]) for i in range(3))
