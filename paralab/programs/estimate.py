@@ -49,30 +49,28 @@ class Estimate:
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
         self.copied = space.grad_dtype == "fp32-copy"
-        # Bytes per element of a gradient.
-        self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)
-        # As `Plan.reduces_often`.
-        self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
+        self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)  # bytes of an element
+        self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))  # as in `Plan`
         # Bytes per parameter: of the optimizer's states, and that an update moves.
         self.state_bytes = 8 * (optimizer == "adamw") + 4 * (self.item < 4)
         self.update_bytes = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
         self.update_bytes = self.update_bytes + 6 * (self.grad < 4)
         self._load_stages()
         copy = model.tied & (self.p > 1)  # whether the last rank has a copy of the embedding
-        # Elements of a rank's copy of a tied embedding, where there are two copies.
-        self.tied = (self.first | self.last) * copy * self.parts.token
+        self.tied = (self.first | self.last) * copy * self.parts.token  # elements of such a copy
         embedding = self.first * self.parts.embedding.elements
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
         # Elements of a rank's parameters, and of its embedding or head.
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.end_elements = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
-        buckets = self.total("units") + self.last * copy
-        filled = np.ceil(self.psi * self.grad / space.bucket_bytes)
+        filled, most = self.total("units") + self.last * copy, self.parts.embedding.largest
+        joins = self.first * (most * self.grad >= space.bucket_bytes)  # joins the last blocks' rest
+        buckets = np.where(joins, np.floor(filled), np.ceil(filled))
         self.tensors = self.total("tensors") + self.last * copy  # number of a rank's parameters
         by_tensor = (self.zero == 0) & (space.grad_sync == "naive")
         by_part = (self.zero == 3) | ((self.zero == 0) & (space.dp == 1))
-        units = np.where(by_tensor, self.tensors, np.minimum(buckets, filled))
+        units = np.where(by_tensor, self.tensors, buckets)
         self.units = np.maximum(np.where(by_part, parts, units), 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
@@ -134,8 +132,7 @@ class Estimate:
             algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
             return [number for algorithm in (algorithms[0], algorithms[-1]) for number in algorithm]
 
-        world = self.space.dp * self.space.tp * self.p
-        columns = self.once(figures, size, stride, world).T
+        columns = self.once(figures, size, stride, self.space.dp * self.space.tp * self.p).T
         first_way, second_way = Way(*columns[:2]), Way(*columns[2:])
         return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent))
 
