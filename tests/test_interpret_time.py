@@ -19,10 +19,12 @@ from paralab.programs.instructions import (
     ADD,
     BACKWARD,
     COMPUTE,
+    COPY,
     FORWARD,
     KEEP,
     RECEIVE,
     SEND,
+    UPDATE,
     WAIT,
     Code,
     Instr,
@@ -361,6 +363,27 @@ def test_a_delayed_update_runs_beside_the_next_step(costly, host, at_once, delay
         places = {"gradients": "cpu", "optimizer": "cpu", "delayed": late}
         plan = pl.Plan(zero_stage=2, offload=places)
         assert time(compiled(MODEL, plan), links).seconds == pytest.approx(step, rel=1e-3)
+
+
+@pytest.mark.parametrize(("fields", "calls", "num_bytes"), [
+    ({"zero_stage": 1}, {UPDATE: 6}, 28),
+    ({"zero_stage": 1, "precision": "bf16"}, {UPDATE: 7, COPY: 1}, 28 + 6 + 6),
+    ({"zero_stage": 1, "precision": "bf16", "grad_dtype": "fp32"}, {UPDATE: 6, COPY: 1}, 28 + 6),
+    ({"zero_stage": 3, "precision": "bf16"}, {UPDATE: 8}, 28 + 6 + 6),
+    ({"zero_stage": 2, "microbatches": 2}, {UPDATE: 6, ADD: 1}, 28 + 12),
+], ids=str)  # fmt: skip
+def test_a_job_of_the_hosts_costs_its_calls_and_its_bytes(fields, calls, num_bytes):
+    """As many calls as on the device. Gradients are widened, and 16-bit parameters rounded, once:
+    by a copy, or in the update where they live on the host too.
+    """
+    program = compiled(MODEL, pl.Plan(offload="cpu", **fields))
+    jobs = [ins for ins in program.codes[0] if ins.lane == "host" and ins.op != WAIT]
+    for rates in ({"op_overhead": 1.0}, {"op_overhead": 0.25, "launch_overhead": 1.0}):
+        costs = Costs(program, cluster(host=FREE, host_bandwidth=1e30, **rates))
+        assert {(ins.op, costs.of(0, ins).seconds) for ins in jobs} == set(calls.items())
+    costs = Costs(program, cluster(host=FREE, host_bandwidth=1.0))
+    moved = sum(costs.of(0, ins).seconds for ins in jobs)
+    assert moved == num_bytes * MODEL.num_params
 
 
 # ---- no rank can go on ---------------------------------------------------------------------------

@@ -214,6 +214,7 @@ DEEP = SMALL.replace(layers=12, seq_len=8)
 DATA = {"dp": 8, "zero_stage": [0, 1]}
 STAGE_3 = {"dp": 4, "pp": 2, "zero_stage": 3, "schedule": ["naive", "gpipe", "1f1b"]}
 BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": ["cpu", "nvme"]}
+COPIES = {"dp": 4, "bucket_bytes": 1, "zero_stage": [0, 1], "precision": "bf16", "grad_dtype": None}
 
 
 @pytest.mark.parametrize(("model", "cluster", "batch", "settings", "least", "most"), [
@@ -223,6 +224,8 @@ BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": [
     (THIN, LAPTOP, 32, {"dp": 8, "zero_stage": 3, "secondary_shard": 2}, 0.88, 1.27),
     (THIN, NODES, 32, {"dp": 8, "zero_stage": 1, "shard": 2, "bucket_bytes": 2**12}, 0.88, 1.27),
     (SMALL.replace(hidden=128), LAPTOP, 4, BUCKETS, 0.9, 1.1),
+    (THIN, A100, 32, BUCKETS | {"bucket_bytes": 2**12, "offload": "cpu"}, 0.95, 1.16),
+    (THIN, A100, 32, COPIES, 0.95, 1.12),
     (SMALL, FAR, 32, {"pp": 4, "zero_stage": 0}, 0.88, 1.1),
     (THIN, APART, 36, {"pp": 6, "zero_stage": 0}, 0.78, 1.1),
     (SMALL, FAR, 16, {"dp": 2, "pp": 4, "zero_stage": 3}, 0.88, 1.27),
@@ -232,10 +235,11 @@ BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": [
     (SMALL.replace(vocab=8192, layers=8), HALF_HIDDEN, 32, {"pp": 4} | INTERLEAVED, 0.95, 1.1),
     (TINY.replace(vocab=16384), NODES, 16, DATA | {"bucket_bytes": 2**20}, 0.9, 1.1),
     (SMALL.replace(hidden=128), NODES, 16, DATA | {"bucket_bytes": 2**16}, 0.9, 1.1),
-], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload", "messages",
-        "messages between nodes", "stages that gather while they are idle", "chunks",
-        "sums and later gathers", "two ranks", "a head that hides messages",
-        "an embedding in the last bucket", "blocks that share buckets"])  # fmt: skip
+], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload",
+        "calls of the host", "copied gradients", "messages", "messages between nodes",
+        "stages that gather while they are idle", "chunks", "sums and later gathers", "two ranks",
+        "a head that hides messages", "an embedding in the last bucket",
+        "blocks that share buckets"])  # fmt: skip
 def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
     model, cluster, batch, settings, least, most
 ):
@@ -269,6 +273,14 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
 def test_a_model_whose_blocks_have_no_parameters_is_searched():
     model = TINY.replace(block=lambda spec: nn.Tanh())
     assert pl.plan_search(model, LAPTOP, devices=2, global_batch=2, top=1).best.world_size == 2
+
+
+def test_nothing_leaves_devices_on_which_a_small_model_fits():
+    """A host calls no faster than it launches the device's kernels."""
+    model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
+    nodes = pl.Cluster.preset("dgx-a100", nodes=2)
+    how = {"schedule": "zb-h1", "recompute": "none", "tp": 1, "top": 1}
+    assert pl.plan_search(model, nodes, precision="bf16", **how).best.offload is None
 
 
 def test_megatrons_advice_comes_out():

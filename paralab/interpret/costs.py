@@ -8,6 +8,7 @@
               long before. Over gloo the rank then adds up what a reduce-scatter received, and parts
               that were packed into one message are unpacked
     tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit
+    host      its processor makes the same calls as a device would (`small`), on its own bytes
 
 Data-parallel and tensor-parallel ranks of a pipeline rank do the same, so one pipeline stands for
 all of them, with the costs of the slowest: those of the group that is spread furthest over nodes.
@@ -251,7 +252,7 @@ class Costs:
     def _job(self, pp: int, ins: Instr) -> float:
         size = moved(self.program, ins, pp).bytes
         if ins.lane == "host":
-            return size / self.cluster.host_bandwidth
+            return self.cluster.host_seconds(size, small(self.program, pp, ins).kernels)
         return self.cluster.copy_seconds(ins.lane, size, self.plan.tiers.limits.get(ins.lane))
 
 
@@ -267,9 +268,8 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
     if ins.op == UPDATE:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
-        calls = tensors if program.optimizer == "adamw" else tensors / 2
-        calls += (item < ITEM) + tensors * program.update_widens  # round masters, widen gradients
-        return Work(0, program.update_bytes * count, 5 + calls)
+        what = program.optimizer == "adamw", program.update_rounds, program.update_widens
+        return Work(0, program.update_bytes * count, update_calls(1, tensors, *what))
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)
     if ins.op == ADD:
@@ -279,3 +279,11 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         read = ins.reads if ins.writes[0][0] == "wide" else ins.writes
         return Work(0, moved(*read, *ins.writes), 1)
     return Work(0, 0, 8 * (ins.op == RESCALE))
+
+
+def update_calls(units: Any, tensors: Any, adamw: bool, rounds: Any, widens: Any) -> Any:
+    """Kernels of the UPDATEs of so many units with so many tensors; numbers or arrays.
+
+    rounds, widens  whether masters are rounded, and gradients widened
+    """
+    return (5 + rounds) * units + (1.0 if adamw else 0.5) * tensors + widens * tensors

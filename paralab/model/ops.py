@@ -440,7 +440,8 @@ class FusedAttention(Attention):
     """attention="sdpa": torch's fused kernel, which writes no scores. Its backward is autograd's.
 
     Forward saves the input, the result, and the logarithm of each row's sum. With dropout torch's
-    CPU kernel is a composite, which saves copies of queries, keys, values and scores in fp32.
+    CPU kernel is a composite, which saves copies of queries, keys, values and scores in fp32; so
+    predictions have them, also for GPUs, whose kernel keeps only the seed of its mask in addition.
     """
 
     def __init__(self, name: str, part: Part) -> None:

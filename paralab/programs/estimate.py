@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from paralab.interpret.costs import update_calls
 from paralab.parallel.partition import partition
 from paralab.programs.estimate_bytes import held
 from paralab.programs.parts import part_table, reach
@@ -73,6 +74,9 @@ class Estimate:
         units = np.where(by_tensor, self.tensors, buckets)
         self.units = np.maximum(np.where(by_part, parts, units), 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
+        targets = np.where(self.zero == 0, self.tensors, self.units)
+        what = optimizer == "adamw", self.item < 4, (self.grad < 4) & ~self.copied
+        self.update_calls = update_calls(self.units, targets, *what) + self.units * self.copied
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
         sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload
@@ -304,8 +308,7 @@ class Estimate:
         ops = ("all_reduce", "reduce_scatter", "all_gather")
         reduce, scatter, gather = (self.collective(op, self.n)(unit) for op in ops)
         stays = self.place("optimizer") == 0
-        count = 5 * units + np.where(zero == 0, self.tensors, units)
-        update = stays * self.kernels(updated * self.update_bytes, count)
+        update = stays * self.kernels(updated * self.update_bytes, self.update_calls)
         call = self.calls(update / units)
         per_unit = np.where(zero == 0, reduce, scatter)
         hides = overlap * (self.space.grad_sync == "overlapped") * (1 - 1 / units)
@@ -339,8 +342,8 @@ class Estimate:
         rows = self.state_bytes + 4 * ((self.item == 4) & (weights == 0))
         file = (states == 2) * 2 * disk(rows * own) + (sums == 2) * disk(grad)
         file = file + (weights == 2) * (1 + (self.item == 4)) * disk(part)
-        host = self.cluster.host_bandwidth or 1.0
-        lanes = [own * self.update_bytes / host, file]
+        host = self.cluster.host_seconds
+        lanes = [host(own * self.update_bytes, self.update_calls / units), file]
         lanes += [(sums == 0) * download(grad), (weights == 0) * upload(part), gather]
         update = (units - 1) * together(lanes, overlap) + sum(lanes)
         # In every micro-batch gradients are copied to the host and added there, and the inputs of
@@ -350,7 +353,7 @@ class Estimate:
         message, gradients_down = self.parts.message, (sums > 0) * reductions * download(grad)
         file_lane = (sums == 2) * (2 * reductions - units) * disk(grad)
         file_lane = file_lane + (inputs == 2) * 2 * moves * disk(message)
-        host_lane = (sums > 0) * (reductions - units) * 3 * grad / host
+        host_lane = (sums > 0) * (reductions - units) * host(3 * grad, 1)
         down = gradients_down + moves * download(message)
         lanes = [down, moves * upload(message), file_lane, host_lane]
         block = self.parts.block

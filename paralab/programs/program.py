@@ -81,13 +81,22 @@ class Program:
         return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
 
     @property
+    def update_rounds(self) -> bool:
+        """Whether an UPDATE rounds its fp32 masters to 16-bit parameters. Where it runs on the host
+        and the parameters do not live there, a COPY on the host rounds them.
+        """
+        tiers = self.plan.tiers
+        own_copy = tiers is not None and tiers.states and tiers.parameters == "device"
+        return self.model.item < 4 and not own_copy
+
+    @property
     def update_bytes(self) -> int:
         """Bytes that an UPDATE moves per element: AdamW reads four fp32 values and writes three,
         SGD reads two and writes one. Rounding 16-bit parameters from their masters takes 6 more,
         widening 16-bit gradients 6 more.
         """
         values = 7 if self.optimizer == "adamw" else 3
-        return 4 * values + 6 * (self.model.item < 4) + 6 * self.update_widens
+        return 4 * values + 6 * self.update_rounds + 6 * self.update_widens
 
     def size(self, value: Value, rank: int) -> Size:
         """The size of a value on a pipeline rank."""

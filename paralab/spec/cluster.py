@@ -207,6 +207,14 @@ class Cluster(checks.Description):
             )
         return max(link.seconds(size), size / limit if limit else 0.0)
 
+    def host_seconds(self, size: Any, calls: Any) -> Any:
+        """Seconds of a job of ``calls`` torch calls on the host's processor, which reads and writes
+        ``size`` bytes; numbers or arrays. A host calls as fast as it launches kernels, or, where
+        the devices are processors too, as they do.
+        """
+        calling = calls * max(self.op_overhead, self.launch_overhead)
+        return calling + size / (self.host_bandwidth or 1.0)  # None: no plan has such jobs
+
     @classmethod
     def local(cls, *, device: str | None = None, refresh: bool = False) -> Cluster:
         """This machine, measured: ten to fifteen seconds the first time (GPUs take longer), then
