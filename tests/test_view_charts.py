@@ -370,6 +370,8 @@ def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
     drawn = view.timelines(report, dataclasses.replace(report, clock="replayed"))
     assert "1000.0 ms measured" in drawn.finding and drawn.layout.shapes[0].x0 == 1500.0
     assert "<b>last rank 1500.0 ms</b>" in [note.text for note in drawn.layout.annotations]
+    long = view.timelines(report, report, labels=["x" * 60, "y"])  # no room at the line for both
+    assert long.layout.annotations[0].text.endswith("  <b>last rank 1500.0 ms</b>")
 
 
 def test_timelines_say_who_is_faster_and_by_how_much():
