@@ -125,10 +125,10 @@ def calibrated(device: str) -> str | None:
         summary += "; other programs were busy then, so it is measured again when they are not"
     if found := known.get("inter"):
         link, made = found["link"], found["made"][:10]
-        summary += (
-            f"; on the slowest link between {found['nodes']} nodes (measured {made}) a latency of "
-            f"{in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
-        )
+        summary += f"; on the slowest link between {found['nodes']} nodes (measured {made}) a "
+        summary += f"latency of {in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
+    if not (path := calibrate.cache_path(device)).exists():
+        summary += f"; not kept, as {path.parent} cannot be written to"
     return summary
 
 

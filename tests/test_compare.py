@@ -86,6 +86,10 @@ def test_a_cluster_that_has_a_link_between_nodes_lacks_only_the_nodes_of_the_run
     note = compare(expect, as_measured(expect, nodes=[0, 0, 1, 1])).notes["step time"]
     assert "on 1: predict for cluster.replace(nodes=2, devices_per_node=2), which states" in note
     assert "without a link" not in note and "--calibrate" not in note
+    expect = predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(cores=None))  # over NCCL, not gloo
+    run = as_measured(expect, nodes=[0, 1])
+    run.meta["device"] = "cuda"
+    assert "bandwidth=…))." in compare(expect, run).notes["step time"]
 
 
 def test_where_a_link_between_nodes_was_stated_it_may_be_slower_than_that():

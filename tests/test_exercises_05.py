@@ -47,6 +47,8 @@ WRONG_STEPS = [  # answer, limits it breaks, words of the verdict
      "the parameters have shape (10,) now"),
     (zero1((COPY, "self.parameters = full[: self.parameters.numel()]")), {"parameters"},
      "self.parameters is a new tensor, and the one that was given is as it was: change that one"),
+    (zero1(("= parameters, lr, momentum", "= parameters.view(-1), lr, momentum"), (COPY, "pass")),
+     {"parameters"}, "it is as it was before"),
 ]  # fmt: skip
 RIGHT_STEPS = [
     zero1((SHARE, f"{FULL}every = torch.empty_like(full)\n"

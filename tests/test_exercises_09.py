@@ -100,6 +100,8 @@ WRONG = [
     (adam(("8 * count", "16 * count")), {FILES}, "required: 403,200"),
     (adam(("8 * count", "4 * count")), {WEIGHTS},
      "; where a file ends, a slice is shorter than asked for: 8 bytes per parameter are required"),
+    (adam(("parameter.grad.view(-1)", "parameter.grad")), {WEIGHTS},
+     ("at non-singleton dimension 1, line ", "m.lerp_(g, 1 - b1)  ")),  # no word of a file's end
     (adam((MOVES, f"{MOVES}\n        m.copy_(m.bfloat16())")), {WEIGHTS}, "after step 2 "),
     (adam((NEXT, "")), {WEIGHTS},
      ("after step 1 embedding.token.weight differs in 6,827 ", OTHERS_PLACE)),

@@ -429,6 +429,26 @@ def test_an_optimizer_without_parameters_ends_no_step_of_its_own():
     assert len(report.steps) == len(report.losses)
 
 
+def test_an_optimizer_whose_step_raised_in_a_closure_ends_no_outer_step():
+    def closure():
+        weight.sum().backward()
+
+    def update(_):
+        for raises in ({}.popitem, None):
+            with contextlib.suppress(KeyError):
+                inner.step(raises)
+
+    weight = nn.Parameter(torch.ones(4))
+    outer, inner = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    weight.register_post_accumulate_grad_hook(update)
+    with pl.observe(steps="marked") as seen:
+        for _ in range(2):
+            outer.step(closure)
+            pl.step()
+    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].apply(list)
+    assert parts.tolist() == [["optimizer", "backward", "optimizer"]] * 2
+
+
 def hooked():
     """Packs per step of hooks on saved tensors that the program has put around its steps."""
     packs = [0]

@@ -242,6 +242,9 @@ GRAD = ("grad", 0, 0)
     (lambda code: [*code, Instr(COPY, 0, -1, 0, (GRAD,), (GRAD,), "h2d")], "plan runs no COPY"),
     (lambda code: [*code, Instr(COPY, 0, -1, 0, (GRAD,), (("gshard", 0, 0),))],
      "copies to 'gshard', which"),
+    (lambda code: insert(bare := [i for i in code if i.op != ALL_REDUCE],
+                         {at: map(reduce_scatter, units) for at, units in firsts(bare).items()}),
+     "is never summed over the data-parallel ranks"),  # the parts lack the last micro-batch
 ])  # fmt: skip
 def test_a_wrong_list_is_refused_in_words(change, words):
     assert words in refusal(lambda program: program.replace(change(my_sync(program).code)))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import re
@@ -181,10 +182,14 @@ def test_a_chart_is_shown_checked_copied_and_saved_as_plotlys_figures_are(light,
 @pytest.mark.parametrize("made", ["write_image", "to_image"])
 def test_a_picture_is_as_wide_as_the_lines_of_its_title(light, monkeypatch, made):
     asked = []
-    monkeypatch.setattr(pio, made, lambda chart, *args, width=None: asked.append(width))
-    for given in ({}, {"width": 900}):
-        getattr(light["timelines"], made)("a.png", **given)
-    assert asked == [theme.ALONE.width, 900]
+    how = inspect.signature(getattr(pio, made))
+    monkeypatch.setattr(
+        pio, made, lambda *a, **named: asked.append(how.bind(*a, **named).arguments["width"])
+    )
+    before = {"write_image": ("a.png", "png", 2), "to_image": ("png",)}[made]
+    for args, given in (((), {}), ((), {"width": 900}), ((900,), {}), ((), {"width": None})):
+        getattr(light["timelines"], made)(*before, *args, **given)
+    assert asked == [theme.ALONE.width, 900, 900, theme.ALONE.width]
 
 
 def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
@@ -365,6 +370,8 @@ def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
     drawn = view.timelines(report, dataclasses.replace(report, clock="replayed"))
     assert "1000.0 ms measured" in drawn.finding and drawn.layout.shapes[0].x0 == 1500.0
     assert "<b>last rank 1500.0 ms</b>" in [note.text for note in drawn.layout.annotations]
+    long = view.timelines(report, report, labels=["x" * 60, "y"])  # no room at the line for both
+    assert long.layout.annotations[0].text.endswith("  <b>last rank 1500.0 ms</b>")
 
 
 def test_timelines_say_who_is_faster_and_by_how_much():

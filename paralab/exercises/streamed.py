@@ -43,8 +43,8 @@ REQUIRED = {
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
 CAUSES = {  # {pattern of a failure: a frequent cause}
     "SIGSEGV|SIGBUS": '; a change in place of a np.memmap of mode "r" ends so: required: "r+"',
-    "RuntimeError: The size of tensor": "; where a file ends, a slice is shorter than asked for: "
-    "8 bytes per parameter are required",
+    "RuntimeError: The size of tensor.*dimension 0": "; where a file ends, a slice is shorter than "
+    "asked for: 8 bytes per parameter are required",
     "ZeroDivisionError.*self.steps": "; self.steps is 0: step has to add 1 to it before",
 }
 Named = dict[str, Any]  # {name: value}

@@ -74,8 +74,9 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 raise ValueError(f"the parameters have shape {tuple(parameters.shape)} now")
             after[step] = parameters.detach()
             kept = max(kept, section.now())
-    unchanged = torch.equal(parameters, torch.from_numpy(drawn(seed)))
-    if unchanged and getattr(optimizer, "parameters", parameters) is not parameters:
+    held = getattr(optimizer, "parameters", None)
+    copied = isinstance(held, torch.Tensor) and held.data_ptr() != parameters.data_ptr()
+    if copied and torch.equal(parameters, torch.from_numpy(drawn(seed))):
         said = "self.parameters is a new tensor, and the one that was given is as it was: "
         raise ValueError(f"{said}change that one in place, as a model would have it")
     return {"parameters": after, "kept": kept, "passing": section.peak - kept}

@@ -20,14 +20,12 @@ from paralab.checks import illegal
 from paralab.instruments import calibrate
 from paralab.instruments.measure import links_of, workloads
 from paralab.ranks.started import variable
-from paralab.spec import Cluster, Link
+from paralab.spec import Cluster
 from paralab.theory.fit import fit_link
 
 JOIN_S = 300.0  # within which every machine has been measured, some of them later than others
 TIMEOUT_S = 600.0  # that all other links may take in which a rank has no part
-# The smallest sizes, which alone say what alpha is, get rounds of their own: on a slow link there
-# would be three of all sizes.
-SMALL = 4
+SMALL = 4  # sizes that alone say what alpha is: with the others a slow link has time for 3 rounds
 
 
 def calibrate_nodes(device: str) -> int:
@@ -81,8 +79,7 @@ def measure_inter(context: Any) -> dict[str, Any]:
     links = []
     for rows in sum(every, []):
         points = calibrate.from_last_launch([rows, rows], 2)  # the receiver's clock for both
-        link, accuracy = fit_link(points)
-        links.append({"link": link.to_dict(), "points": points, "accuracy": accuracy})
-    slowest = max(links, key=lambda found: Link(**found["link"]).seconds(2**20))
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {**slowest, "nodes": len(nodes), "made": made}
+        links.append((*fit_link(points), points))
+    link, accuracy, points = max(links, key=lambda found: found[0].seconds(2**20))
+    found = {"link": link.to_dict(), "points": points, "accuracy": accuracy, "nodes": len(nodes)}
+    return found | {"made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

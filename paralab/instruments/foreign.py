@@ -158,7 +158,7 @@ class Observer(Program):
             return
         codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
         while self.inside.count("optimizer") >= max(1, codes.count(_STEP)):
-            self.inside.remove("optimizer")  # a step that raised, and the program went on
+            del self.inside[-1 - self.inside[::-1].index("optimizer")]  # the last step raised
             if "optimizer" not in self.inside:
                 self.recorder.leave()
         if "optimizer" not in self.inside:

@@ -173,8 +173,8 @@ class Sums:
         then = "its two copies would become different" if lane == "ends" else then
         why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so {then}"
         legal = f"{call} after position {at}, {{!r}}, which adds to it last"
-        if (v[1], axis) in self.scattered:
-            at = self.scattered[v[1], axis]
+        if (scattered := self.scattered.get((v[1], axis), -1)) > at:
+            at = scattered
             why = f"the gradient of {self.parameters(v[1])} is summed in parts only, one on each "
             why += f"of {over_ranks[5:]}, and this reads the gradient of one rank"
             legal = f"ALL_GATHER over {lane!r} after position {at}, {{!r}}"

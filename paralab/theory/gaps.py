@@ -89,10 +89,10 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     theirs, modelled = (facts.machines(each) for each in (report, expect))
     if len(theirs) > len(modelled):
         trip = 2 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
-        alpha = f"{trip:.2g}" if trip and facts.device_of(report) == "cpu" else "…"
+        alpha = f"{trip:.2g}" if (gloo := facts.device_of(report) == "cpu") and trip else "…"
         link = f", inter=pl.Link(alpha={alpha}, bandwidth=…))"
         link += ", with the round trip that the ranks measured" * (alpha != "…")
-        link += "; torchrun … -m paralab doctor --calibrate on these nodes measures the link"
+        link += "; torchrun … -m paralab doctor --calibrate on these nodes measures the link" * gloo
         if known := expect.cluster.inter != expect.cluster.intra:
             link = "), which states the link between nodes"
         yield (

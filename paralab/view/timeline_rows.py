@@ -103,7 +103,7 @@ def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Par
         inside = end > 0.85 * window * 1e3
         side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
         heading, label = section.head or name, f"<b>{f'{until} {took}'.lstrip()}</b>"
-        room_at_line = end > letter * (theme.letters(heading) + 1) * window * 1e3
+        room_at_line = end > letter * (theme.letters(heading + inside * label) + 1) * window * 1e3
         if room_at_line:
             notes.append(note(label, end, middle, size=14, **side))
         heading = heading if room_at_line else f"{heading}  {label}"
