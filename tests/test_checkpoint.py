@@ -342,7 +342,12 @@ CRAFTED = {
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),
+    "steps without end": (lambda body: body["counters"].update(optimizer_steps=1e308),
+                          r"optimizer_steps is 1e\+308"),
+    "a scale that divides by 0": (lambda body: body["counters"].update({"loss_scale.value": 0.0}),
+                                  "loss_scale.value is 0.0"),
     "a step before the first": (lambda body: body.update(step=-1), "step=-1: out of range"),
+    "a step that no folder can name": (lambda body: body.update(step=10**8), "step=100000000: out"),
     "no rate": (lambda body: body.pop("lr"), "lr is missing"),
 }  # fmt: skip
 
