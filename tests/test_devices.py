@@ -60,6 +60,10 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
     asked = [("a replay", shared.replay), ("a bubble", shared.bubbles)]
     for what, ask in [*asked, ("a comparison", lambda: pl.compare(expect, shared))]:
         refuses(f"{what} needs the compute time of each rank", ask)
+    assert "ranks shared a GPU, so boxes are longer" in shared.timeline().layout.title.text
+    unknown = "How long each rank computed: ranks shared a GPU"
+    assert unknown in shared.explain()["What is not known?"]
+    assert "shared a GPU" not in report.timeline().layout.title.text + str(report.explain())
 
 
 def told(context):
