@@ -32,6 +32,7 @@ from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
 from paralab.report import boxes, checkpoints
 from paralab.report.storage import seal
+from patience import HANG_S
 from processes import ROOT
 from refusals import refuses
 
@@ -360,7 +361,7 @@ def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, copy, how, l
     refuses(said, run, deep, PLANS["dp=2"], resume=copy)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(HANG_S)
 def test_a_fifo_in_a_checkpoint_is_refused_and_not_waited_for(deep, run, copy, lone):
     os.mkfifo(latest(copy) / "rank-9.safetensors")
     crafted(copy, lambda body: body["files"].update({"rank-9.safetensors": [0, 0]}))
