@@ -146,7 +146,8 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
-        like = "perhaps a pipeline, a ring made by hand, a gather, or an exchange of unequal parts"
+        like = "it may be a pipeline, a ring made by hand, a gather, or an exchange of unequal "
+        like += "parts"
         if rows["span"].isin(received).all():
             like = "they make up all-to-alls whose sizes the program states, perhaps an exchange "
             like += "of unequal parts"
