@@ -457,7 +457,11 @@ def ahead_for(hours, drift, ties):
     and says milliseconds in 32 bits. How many marks there were, the largest error, waits per step.
     """
     with_a_gpu()
-    now, waits, event = [1000.0], [], virtual_cuda.Event
+    now, waits, event, made = [1000.0], [], virtual_cuda.Event, []
+    make = event.__init__
+
+    def makes(self, **how):
+        made.append(make(self, **how))
 
     def record(self, stream=None):
         self.when = now[0] + 0.8 * (now[0] > 1000.0)
@@ -471,6 +475,7 @@ def ahead_for(hours, drift, ties):
         now[0] = max(now[0], self.when)
 
     event.record, event.elapsed_time, event.synchronize = record, elapsed_time, synchronize
+    event.__init__ = makes
     event.query = lambda self: self.when <= now[0]
     virtual_cuda.Stream.query = lambda stream: False
     marks.time = type("Time", (), {"perf_counter": lambda: now[0]})
@@ -485,6 +490,7 @@ def ahead_for(hours, drift, ties):
             now[0] += 0.15
         clock.resolve()
     assert len(clock._open) <= 16 and len(clock._free) <= 16
+    assert len(made) <= steps + 17  # an anchor of each, and a few that its marks use in turn
     errors = [abs(clock.seconds(mark) - when) for mark, when in kept]
     return len(kept), max(errors), len(waits) / steps
 
