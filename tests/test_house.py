@@ -77,6 +77,11 @@ def test_what_a_public_class_offers_says_what_it_is():
     assert mute == []
 
 
+def test_the_formatter_lays_out_every_line():
+    kept = [name for name, path in FILES.items() if "# fmt: " in path.read_text(encoding="utf-8")]
+    assert kept == []
+
+
 def test_no_imports_go_round():
     graph = {module: imports(path) & FILES.keys() - {module} for module, path in FILES.items()}
     assert len(graph) > 100
