@@ -4,7 +4,7 @@
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if there is no browser and it may
 #   make test-spawn  launches, equality and two labs with the start of ranks that macOS needs
-#   make virtual  all pairwise plans on the virtual GPUs, of which `make test` has a few
+#   make virtual  all pairwise plans and pipelines on virtual GPUs, of which `make test` has a few
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
 #   make nbval   of `make test` the labs alone: their stored outputs against a fresh run by nbval
@@ -108,7 +108,8 @@ test-spawn: $(READY_DEV)
 	  tests/test_stop.py labs/00_*.ipynb labs/02_*.ipynb --nbval --timeout=900 $(FILES)
 
 virtual: $(READY_DEV)
-	@PARALAB_VIRTUAL_PLANS=all $(PYTEST) tests/test_virtual_plans.py
+	@PARALAB_VIRTUAL_PLANS=all $(PYTEST) -k 'plan or bubbles or pipelines' \
+	  tests/test_virtual_plans.py tests/test_virtual.py
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \

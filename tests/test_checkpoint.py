@@ -32,6 +32,7 @@ from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
 from paralab.report import boxes, checkpoints
 from paralab.report.storage import seal
+from patience import HANG_S
 from processes import ROOT
 from refusals import refuses
 
@@ -342,7 +343,12 @@ CRAFTED = {
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),
+    "steps without end": (lambda body: body["counters"].update(optimizer_steps=1e308),
+                          r"optimizer_steps is 1e\+308"),
+    "a scale that divides by 0": (lambda body: body["counters"].update({"loss_scale.value": 0.0}),
+                                  "loss_scale.value is 0.0"),
     "a step before the first": (lambda body: body.update(step=-1), "step=-1: out of range"),
+    "a step that no folder can name": (lambda body: body.update(step=10**8), "step=100000000: out"),
     "no rate": (lambda body: body.pop("lr"), "lr is missing"),
 }  # fmt: skip
 
@@ -355,7 +361,7 @@ def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, copy, how, l
     refuses(said, run, deep, PLANS["dp=2"], resume=copy)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(HANG_S)
 def test_a_fifo_in_a_checkpoint_is_refused_and_not_waited_for(deep, run, copy, lone):
     os.mkfifo(latest(copy) / "rank-9.safetensors")
     crafted(copy, lambda body: body["files"].update({"rank-9.safetensors": [0, 0]}))

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 import paralab as pl
 from paralab.launch import _shared_server
 from paralab.report import boxes, checkpoints
+from patience import HANG_S
 
 FILE = "rank-0.safetensors"
 ROUNDS = 6
@@ -136,7 +137,7 @@ def published(folder: Path) -> str:
 
 
 def wait_for_another(folder: Path, than: str) -> str:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + HANG_S
     while (now := published(folder)) in ("", than):
         assert time.monotonic() < give_up, "no checkpoint came"
         time.sleep(0.0005)
@@ -151,7 +152,7 @@ def children(pid: int) -> list[int]:
         return []
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(2 * HANG_S)
 def test_killed_at_random_moments_a_training_goes_on_where_it_was(run, tmp_path):
     """Each round goes on from where the one before was killed, saves all the time, is killed."""
     folder = tmp_path

@@ -9,6 +9,7 @@ import torch
 import paralab as pl
 from paralab.parallel.collectives import ALGORITHMS, ring_all_reduce
 from paralab.theory import collectives as theory
+from patience import HANG_S
 from refusals import refuses
 
 INTRA, INTER = pl.Link(alpha=2e-5, bandwidth=3e9), pl.Link(alpha=3e-4, bandwidth=4e8)
@@ -25,7 +26,7 @@ def call(group, name, data, settings):
 
 def traced(name, n, numel, nodes=1, **settings):
     data = np.random.default_rng(n + numel).integers(0, 1000, (n, numel)).astype(np.float32)
-    report = pl.trace(call, n, (name, data, settings), nodes=nodes, memory=True, timeout=60)
+    report = pl.trace(call, n, (name, data, settings), nodes=nodes, memory=True, timeout=HANG_S)
     return data, report
 
 
@@ -135,4 +136,4 @@ def stretched(group):
 
 def test_a_tensor_with_gaps_is_refused_in_words():
     with pytest.raises(pl.RankError, match=r"legal: tensor.contiguous\(\)"):
-        pl.trace(stretched, 2, timeout=30)
+        pl.trace(stretched, 2, timeout=HANG_S)

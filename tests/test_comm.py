@@ -19,6 +19,7 @@ from paralab.instruments.ledger import Ledger
 from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
 from paralab.transports import Gloo, Staged
+from patience import HANG_S
 
 
 def every_operation(context, staged: bool) -> dict:
@@ -101,7 +102,7 @@ def a_message_around_a_reduce(context) -> tuple[list, list]:
 
 
 def test_a_message_is_not_taken_for_a_part_of_a_reduce():
-    received, _ = launch_program(a_message_around_a_reduce, 2, timeout=30, device="cpu")
+    received, _ = launch_program(a_message_around_a_reduce, 2, timeout=HANG_S, device="cpu")
     assert received == ([10.0] * 3, [3.0] * 3)
 
 
@@ -133,7 +134,7 @@ def groups_of_groups(context) -> dict:
 
 
 def test_subgroups_sum_over_their_members_and_every_pair_has_its_own_level():
-    parts = launch_program(groups_of_groups, 4, timeout=30, device="cpu", strict=True)
+    parts = launch_program(groups_of_groups, 4, timeout=HANG_S, device="cpu", strict=True)
     for rank, part in enumerate(parts):
         assert part["tp"] == [1.0, 1.0] if rank < 2 else [5.0, 5.0]
         assert part["dp"] == [2.0, 2.0] if rank % 2 == 0 else [4.0, 4.0]
@@ -177,7 +178,7 @@ def out_of_order(context, case: str) -> None:
                                   "another root", "before and after"])  # fmt: skip
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*call #0") as caught:
-        launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)
+        launch_program(out_of_order, 2, (case,), timeout=HANG_S, device="cpu", strict=True)
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
 
 
@@ -214,7 +215,7 @@ def receives_long_before_it_looks(context) -> bool:
 
 
 def test_a_message_ends_when_its_bytes_are_there_not_when_the_rank_looks():
-    assert all(launch_program(receives_long_before_it_looks, 2, timeout=30, device="cpu"))
+    assert all(launch_program(receives_long_before_it_looks, 2, timeout=HANG_S, device="cpu"))
 
 
 class Signalled(Exception):
@@ -241,7 +242,7 @@ def is_interrupted_in_a_wait(context) -> None:
 
 def test_a_signal_is_handled_while_a_rank_waits_for_a_message():
     """As Ctrl-C has to be in a rank of torchrun; here the two would else wait for ever."""
-    launch_program(is_interrupted_in_a_wait, 2, timeout=5, device="cpu")
+    launch_program(is_interrupted_in_a_wait, 2, timeout=HANG_S, device="cpu")
 
 
 def looks_for_what_gloo_still_has(context) -> Counter[str]:
@@ -261,7 +262,7 @@ def looks_for_what_gloo_still_has(context) -> Counter[str]:
 
 
 def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
-    for found in launch_program(looks_for_what_gloo_still_has, 3, timeout=60, device="cpu"):
+    for found in launch_program(looks_for_what_gloo_still_has, 3, timeout=HANG_S, device="cpu"):
         assert not any(found.values()), found  # of 100; without care 3 to 60 of each
 
 

@@ -10,7 +10,8 @@ import paralab as pl
 from paralab.instruments import calibrate
 from paralab.instruments.measure import see_gpus
 from paralab.launch import launch_program
-from paralab.ranks.process import choose_device
+from paralab.ranks.process import choose_device, take_device
+from patience import HANG_S
 from refusals import refuses
 
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
@@ -47,6 +48,15 @@ def test_a_rank_takes_a_gpu_of_its_own_or_the_processor_and_says_why(monkeypatch
         assert all(word in why for word in words) and bool(why) == bool(words[0]), asked
 
 
+def test_of_ranks_that_do_not_take_the_gpus_one_says_why_in_one_line(monkeypatch, capsys):
+    torch_sees(monkeypatch, "ab")
+    monkeypatch.setenv("PARALAB_DEVICE", "")
+    taken = [take_device(None, rank, rank, CARDS[:2] * 2) for rank in range(4)]
+    assert {one.device for one in taken} == {"cpu"}
+    said = capsys.readouterr().out
+    assert said == f"paralab: {taken[0].why}\n" and "4 ranks and 2 GPUs: by default" in said
+
+
 def test_gpus_that_a_rank_can_have_for_itself_are_told_apart_by_uuid(monkeypatch):
     for names, count in (("", 0), ("ab", 2), ("aab", 2)):
         torch_sees(monkeypatch, names)
@@ -60,6 +70,20 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
     asked = [("a replay", shared.replay), ("a bubble", shared.bubbles)]
     for what, ask in [*asked, ("a comparison", lambda: pl.compare(expect, shared))]:
         refuses(f"{what} needs the compute time of each rank", ask)
+    assert "ranks shared a GPU, so boxes are longer" in shared.timeline().layout.title.text
+    unknown = "How long each rank computed: ranks shared a GPU"
+    assert unknown in shared.explain()["What is not known?"]
+    assert "shared a GPU" not in report.timeline().layout.title.text + str(report.explain())
+
+
+def test_a_run_on_gpus_is_replayed_on_this_machines_gpus(run, monkeypatch):
+    report, asked = run(MODEL, pl.Plan(dp=2), steps=2), []
+    ours = pl.Cluster.preset("dgx-a100")
+    monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how) or ours)
+    for device in ("cuda:0", "cpu"):
+        there = dataclasses.replace(report, meta={**report.meta, "device": device})
+        assert there.replay().cluster.devices_per_node == ours.devices_per_node
+    assert asked == [{"device": "cuda"}, {"device": "cpu"}]
 
 
 def told(context):
@@ -93,4 +117,4 @@ def predicts(context):
 
 def test_a_rank_knows_its_device_and_starts_no_process_to_ask():
     """Where there is a GPU, as an exercise does that makes programs on its ranks."""
-    assert launch_program(predicts, 1, (), device="cpu", timeout=60) == [((), True)]
+    assert launch_program(predicts, 1, (), device="cpu", timeout=HANG_S) == [((), True)]

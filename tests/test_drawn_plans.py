@@ -26,6 +26,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.program import Program
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.theory.zero import volume
+from patience import HANG_S
 from stated import TIERS
 
 KINDS = (pl.Plan, pl.ModelSpec, pl.spec.tiers.Offload)
@@ -99,7 +100,7 @@ def test_whatever_is_asked_is_a_plan_or_is_refused_by_name(of_plan, of_model):
     {"tp": 10**12, "tp_mode": "3d"}, {"tp": 10**12, "tp_mode": "2.5d"},
     {"zero_stage": 1, "shard": 10**15}, {"dp": 4, "pp": 10**5},
 ], ids=str)  # fmt: skip
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_S)
 def test_a_slipped_digit_is_refused_at_once_and_by_its_own_name(settings):
     field = max((n for n, v in settings.items() if isinstance(v, int)), key=settings.get)
     model = pl.ModelSpec(**SMALL)

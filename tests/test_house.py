@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -74,6 +75,11 @@ def test_what_a_public_class_offers_says_what_it_is():
         if not inspect.getdoc(offered)
     ]
     assert mute == []
+
+
+def test_the_formatter_lays_out_every_line():
+    kept = [name for name, path in FILES.items() if "# fmt: " in path.read_text(encoding="utf-8")]
+    assert kept == []
 
 
 def test_no_imports_go_round():
@@ -149,3 +155,16 @@ def test_every_name_that_benchmarks_import_is_there():
                 for name in node.names:
                     there = hasattr(module, name.name) or f"{node.module}.{name.name}" in FILES
                     assert there, f"{path.name}: {node.module}.{name.name}"
+
+
+OF_ITS_OWN = re.compile(r"\btimeout\b[=(] *[0-9]{2,}|\btimeout=[5-9]\b|monotonic\(\) \+ [0-9]{2,}")
+
+
+def test_no_test_waits_for_what_never_comes_by_a_time_of_its_own():
+    """tests/patience.py has the one limit. Limits of seconds, and two more, are what tests try."""
+    found = {
+        path.stem: len(lines)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if (lines := OF_ITS_OWN.findall(path.read_text(encoding="utf-8")))
+    }
+    assert found == {"test_cli": 1, "test_torchrun": 1}

@@ -20,6 +20,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, Instr
 from paralab.programs.tiers import BUFFERS, ring
 from paralab.spec.tiers import Offload
+from patience import HANG_S
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 DEVICE, HOST, OTHER = ("shard", 0, 0), ("host.shard", 0, 0), ("host.shard", 1, 0)
@@ -101,4 +102,4 @@ def test_a_job_is_told_numbers_that_the_rank_no_longer_changes():
         workers.arrived.synchronize()
         return found.item(), nothing
 
-    assert launch_program(told, 1, (), device="cpu", timeout=30) == [(3.0, None)]
+    assert launch_program(told, 1, (), device="cpu", timeout=HANG_S) == [(3.0, None)]

@@ -104,7 +104,7 @@ def test_a_script_without_a_main_guard_saves_and_resumes_free_of_torch(tmp_path:
 
 def test_ranks_see_what_the_caller_sees_and_its_secrets_are_in_no_file(tmp_path, monkeypatch):
     """Its folder, environment and path, of a server that is older; and each draws its own numbers,
-    in one thread.
+    in one thread. Ranks of one machine listen on no interface that another one could reach.
     """
     pl.warm_up()
     (tmp_path / "mine_alone.py").write_text("value = 7\n")
@@ -123,10 +123,12 @@ def test_ranks_see_what_the_caller_sees_and_its_secrets_are_in_no_file(tmp_path,
             with contextlib.suppress(OSError):
                 found += [str(file)] * (mine.encode() in file.read_bytes())
         seen = os.getcwd(), mine, mine_alone.value, len(files) > 2, found, torch.get_num_threads()
-        return seen, np.random.random(), random.random()
+        listens = {os.environ[f"{backend}_SOCKET_IFNAME"] for backend in ("GLOO", "NCCL")}
+        return (*seen, listens), np.random.random(), random.random()
 
     (seen, *drawn), (also, *others) = pl.launch(look, ranks=2)
-    assert seen == also == (str(tmp_path), secret, 7, True, [], 1)
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    assert seen == also == (str(tmp_path), secret, 7, True, [], 1, {loopback})
     assert not set(drawn) & set(others)
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paralab as pl
 from paralab import cli
 from paralab.report.facts import shared_cores
+from patience import HANG_S
 from processes import below_the_server, python, until
 from refusals import refuses, shell_refuses
 from stated import NODES
@@ -44,7 +45,7 @@ PSI = 4 * (2 * 256 * 512 + 512 + 256)
 
 @pytest.fixture(scope="module")
 def report():
-    return pl.observe(ddp, 2, (5, 2), nodes=2, timeout=60)
+    return pl.observe(ddp, 2, (5, 2), nodes=2, timeout=HANG_S)
 
 
 def test_an_optimizers_step_ends_a_step_and_losses_are_what_fn_returns(report):
@@ -127,7 +128,7 @@ def averaged_by_hand():
 
 
 def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism():
-    answers = pl.observe(averaged_by_hand, 2, steps="marked", timeout=60).explain()
+    answers = pl.observe(averaged_by_hand, 2, steps="marked", timeout=HANG_S).explain()
     said = answers["Do the bytes agree with theory?"]
     assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
 
@@ -148,7 +149,7 @@ def compiles():
 
 @pytest.mark.parametrize("memory_steps", [0, 2])
 def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
-    report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=60)
+    report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=HANG_S)
     assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
     said = report.explain().get("What is not known?", "")
     assert ("What a compiled program holds" in said) == (memory_steps > 0)
@@ -186,7 +187,7 @@ def fsdp_ahead(how):
 
 @functools.cache
 def ahead(how: str) -> pl.Report:
-    return pl.observe(fsdp_ahead, 2, (how,), timeout=60)
+    return pl.observe(fsdp_ahead, 2, (how,), timeout=HANG_S)
 
 
 def test_explain_does_not_judge_a_prefetch_whose_waits_it_has_not_seen():
@@ -231,7 +232,7 @@ def embedded():
 def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradients_gradients():
     """Also those that autograd does not save, as an embedding's."""
     psi = 4 * (2000 * 64 + 64 * 4 + 4)
-    report = pl.observe(embedded, 2, timeout=60)
+    report = pl.observe(embedded, 2, timeout=HANG_S)
     held = report.memory[report.memory["step"] == 1]
     most = held.groupby("category")["bytes"].max()
     buffers = set(held[held["category"] == "buffers"]["bytes"])
@@ -511,7 +512,7 @@ def fails(how):
 )
 def test_a_failure_is_said_and_no_process_is_left(how, said):
     with pytest.raises(pl.RankError, match=said):
-        pl.observe(fails, 2, (how,), timeout=60)
+        pl.observe(fails, 2, (how,), timeout=HANG_S)
     assert until(lambda: not below_the_server())
 
 
@@ -665,7 +666,7 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
     """A launched rank lives on until all are done, and is killed then."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(LEAVES)
-    pl.observe(tmp_path / "train.py", 1, (how,), timeout=60)
+    pl.observe(tmp_path / "train.py", 1, (how,), timeout=HANG_S)
     (tmp_path / "train.py").unlink()
     assert not list(tmp_path.glob("scratch-*"))
     found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import foreign_programs
 import paralab as pl
 from foreign_programs import PROGRAMS, theory
+from patience import HANG_S
 from stated import NODES
 
 cloudpickle.register_pickle_by_value(foreign_programs)
@@ -28,7 +29,7 @@ def every(names):
 @pytest.fixture(scope="module")
 def report():
     """Of two ranks; of three the kernel is asked, in test_traffic.py."""
-    return pl.observe(every, 2, (list(PROGRAMS),), steps="marked", timeout=120)
+    return pl.observe(every, 2, (list(PROGRAMS),), steps="marked", timeout=HANG_S)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

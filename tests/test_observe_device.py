@@ -33,6 +33,7 @@ from paralab.instruments.foreign_hooks import stand_before
 from paralab.instruments.marks import clock_of
 from paralab.launch import launch_program
 from paralab.ranks import process, torchrun, watch
+from patience import HANG_S
 from stated import NODES
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
@@ -76,7 +77,7 @@ def in_a_rank(context, program, args, settings, before):
 def observed(program, *args, ranks=1, before=bool, **settings) -> pl.Report:
     """What `pl.observe` returns where every rank has a GPU. ``before()``: in a rank, unobserved."""
     given = (program, args, SETTINGS | settings, before)
-    parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=60)
+    parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=HANG_S)
     return observing._report("program", parts)
 
 
@@ -114,7 +115,7 @@ def test_a_program_of_the_cpu_is_one_where_there_are_gpus_too():
     assert held["optimizer"] == 2 * PSI + STEP_COUNTS
     assert set(report.memory["step"]) == {0, 1} and not len(report.allocator)
     assert beside(report).max() > 0  # a processor's time is not the wall's
-    plain = pl.observe(training, 2, (torch.float32,), timeout=60)
+    plain = pl.observe(training, 2, (torch.float32,), timeout=HANG_S)
     assert plain.meta["device"] == "cpu" and plain.meta["backend"] == "gloo"
     assert plain.peaks()["measured"].to_dict() == held.to_dict()
 
@@ -456,7 +457,11 @@ def ahead_for(hours, drift, ties):
     and says milliseconds in 32 bits. How many marks there were, the largest error, waits per step.
     """
     with_a_gpu()
-    now, waits, event = [1000.0], [], virtual_cuda.Event
+    now, waits, event, made = [1000.0], [], virtual_cuda.Event, []
+    make = event.__init__
+
+    def makes(self, **how):
+        made.append(make(self, **how))
 
     def record(self, stream=None):
         self.when = now[0] + 0.8 * (now[0] > 1000.0)
@@ -470,6 +475,7 @@ def ahead_for(hours, drift, ties):
         now[0] = max(now[0], self.when)
 
     event.record, event.elapsed_time, event.synchronize = record, elapsed_time, synchronize
+    event.__init__ = makes
     event.query = lambda self: self.when <= now[0]
     virtual_cuda.Stream.query = lambda stream: False
     marks.time = type("Time", (), {"perf_counter": lambda: now[0]})
@@ -484,6 +490,7 @@ def ahead_for(hours, drift, ties):
             now[0] += 0.15
         clock.resolve()
     assert len(clock._open) <= 16 and len(clock._free) <= 16
+    assert len(made) <= steps + 17  # an anchor of each, and a few that its marks use in turn
     errors = [abs(clock.seconds(mark) - when) for mark, when in kept]
     return len(kept), max(errors), len(waits) / steps
 

@@ -25,6 +25,7 @@ import paralab as pl
 from paralab import observing
 from paralab.launch import launch_program
 from paralab.report.paradigm import mb
+from patience import HANG_S
 from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
@@ -34,7 +35,7 @@ UNKNOWN = "What is not known?"
 
 
 def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
-    return pl.observe(fn, ranks, args, memory_steps=memory_steps, timeout=60, **more)
+    return pl.observe(fn, ranks, args, memory_steps=memory_steps, timeout=HANG_S, **more)
 
 
 def in_turn(context, jobs):
@@ -47,7 +48,7 @@ def in_turn(context, jobs):
 def reports(ranks):
     """{(program, *its arguments): report} of all in SAID: a launch each would cost a minute."""
     jobs = [job for job, (needed, _) in SAID.items() if needed == ranks]
-    parts = launch_program(in_turn, ranks, (jobs,), any_tensor=True, timeout=60)
+    parts = launch_program(in_turn, ranks, (jobs,), any_tensor=True, timeout=HANG_S)
     found = zip(jobs, zip(*parts, strict=True), strict=True)
     return {job: observing._report(job[0].__name__, [*of]) for job, of in found}
 

@@ -30,6 +30,7 @@ from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, UPDATE, WORKERS
 from paralab.programs.tiers import moved
+from patience import HANG_S
 from together import MODEL, Case, Trained, assert_same_bits, case, cases, in_turn, named
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -359,6 +360,6 @@ def test_an_error_of_a_lane_reaches_the_rank_where_it_waits(text, tmp_path, spoi
         return train(dataclasses.replace(context, progress=progress), MODEL, plan, **settings)
 
     with pytest.raises(pl.RankError) as failed:
-        launch_program(spoiled, 1, (), timeout=60, device="cpu")
+        launch_program(spoiled, 1, (), timeout=HANG_S, device="cpu")
     for said in (*words, "TMPDIR", "resume from the last one"):
         assert said in str(failed.value)

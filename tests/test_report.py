@@ -20,6 +20,7 @@ from paralab.report.report import Report, load
 from paralab.report.storage import VERSION, save_part, seal
 from paralab.report.summary import readable
 from paralab.spec import Cluster, Link, Plan
+from patience import HANG_S
 from refusals import refuses
 
 MODEL = synthetic.MODEL
@@ -451,7 +452,7 @@ def test_a_folder_whose_parts_are_not_those_of_one_run_says_whose_they_are(tmp_p
     refuses("is a paralab report, not a paralab rank part", load, folder)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_S)
 def test_a_plan_of_very_many_ranks_takes_neither_memory_nor_time(saved, tmp_path):
     many = {"dp": 2**20, "pp": 2**20, "microbatches": 1}
     original = json.loads(saved[0].read_bytes())
@@ -472,7 +473,7 @@ def test_a_part_that_does_not_fit_the_others_names_the_folder(tmp_path, name, va
         load(tmp_path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_S)
 def test_a_fifo_is_no_report(tmp_path):
     """It would be waited for without end; as a part in a folder too."""
     os.mkfifo(tmp_path / "rank-00000.json")

@@ -22,8 +22,6 @@ PLANS = cases("""
     dp=2 zero_stage=3 offload=nvme microbatches=2 clip_norm=0.05
 """)
 
-pytestmark = pytest.mark.timeout(900)  # a launch takes seconds
-
 
 def test_plans_train_what_one_process_does(text, monkeypatch) -> None:
     trained = Trained(PLANS, text)

@@ -137,22 +137,27 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
         silent.terminate()
 
 
-def threads(port: int, text: str, folder: str, given: str) -> int:
-    """Of the only rank on a machine, with this in the environment, once it has trained."""
+def after_it(port: int, text: str, folder: str, given: str) -> tuple[int, bool, str | None]:
+    """Of the only rank on a machine, with this in the environment, once it has trained: threads,
+    whether its process group is up, and the interface on which NCCL would have listened.
+    """
     torch.set_num_threads(3)
     as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
-    os.environ.pop("OMP_NUM_THREADS", None)
+    for name in ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
     if given:
         os.environ["OMP_NUM_THREADS"] = given
     run_under_torchrun(MODEL, pl.Plan(), folder=folder, data=text, steps=1, device="cpu")
-    return torch.get_num_threads()
+    return torch.get_num_threads(), dist.is_initialized(), os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 def test_the_only_rank_of_a_machine_computes_on_one_core_unless_told_otherwise(tmp_path, text):
-    """As predictions have it, and `pl.run`; torchrun says so to several ranks only."""
+    """As predictions have it, and `pl.run`; torchrun says so to several ranks only. NCCL listens to
+    this machine alone, and ends with the run: its threads may else hang when the process ends.
+    """
     for given, used in (("", 1), ("3", 3)):
         told = free_port(), str(text), str(tmp_path / given), given
-        assert pl.launch(threads, 1, told) == [used]
+        assert pl.launch(after_it, 1, told) == [(used, False, "lo")]
 
 
 # ---- the link between machines ------------------------------------------------------------------

@@ -17,6 +17,7 @@ import paralab as pl
 from paralab.report.facts import shared_cores
 from paralab.spec.cluster import available_cores
 from paralab.spec.links import Reach
+from patience import HANG_S
 from stated import NODES
 
 
@@ -46,7 +47,7 @@ def pass_on(group, factor):
 
 @pytest.fixture(scope="module")
 def report():
-    return pl.trace(pass_on, 4, (2,), nodes=2, timeout=60)
+    return pl.trace(pass_on, 4, (2,), nodes=2, timeout=HANG_S)
 
 
 def test_results_come_in_rank_order_with_tensors_as_numpy(report):
@@ -114,7 +115,7 @@ def uneven(group):
 
 
 def test_ranks_that_do_different_things_keep_their_own_costs_in_a_replay():
-    steps = pl.trace(uneven, 3, timeout=30).replay(NODES).steps
+    steps = pl.trace(uneven, 3, timeout=HANG_S).replay(NODES).steps
     lasted = (steps["end"] - steps["start"]).tolist()
     assert lasted[0] < 0.02 <= lasted[1] < 0.04 <= lasted[2]
 
@@ -147,7 +148,7 @@ def breaks(group):
 
 def test_an_error_names_the_rank_and_begins_with_the_callers_function():
     with pytest.raises(pl.RankError, match="rank 1 raised IndexError") as caught:
-        pl.trace(breaks, 2, timeout=30)
+        pl.trace(breaks, 2, timeout=HANG_S)
     assert "in breaks" in str(caught.value) and "in _program" not in str(caught.value)
 
 
@@ -163,7 +164,7 @@ def with_numpys_ranks(group):
 
 def test_a_rank_may_be_an_integer_of_numpys():
     """As are those of ``np.arange(world_size).reshape(pp, dp, tp)``."""
-    report = pl.trace(with_numpys_ranks, 2, timeout=20)
+    report = pl.trace(with_numpys_ranks, 2, timeout=HANG_S)
     assert [[float(x[0]) for x in result] for result in report.results] == [[1, 1], [1, 1]]
     assert set(report.collectives["peer"].map(type)) == {int}
 
@@ -174,7 +175,7 @@ def faces(group):
 
 def test_a_traced_function_is_held_to_ncclS_order_unless_asked_not_to():
     with pytest.raises(pl.RankError, match="OrderError"):
-        pl.trace(faces, 2, timeout=30)
+        pl.trace(faces, 2, timeout=HANG_S)
     assert pl.trace(pass_on, 2, (1,), strict=False).meta["strict"] is False
 
 
@@ -218,7 +219,7 @@ def call_wrongly(group, calls):
 def test_a_call_that_cannot_be_is_refused_before_anything_is_sent():
     """gloo would send what lies behind a tensor's end, or wait for a rank that there is not."""
     words, calls = zip(*WRONG_CALLS, strict=True)
-    for said, total in pl.trace(call_wrongly, 2, (calls,), timeout=20).results:
+    for said, total in pl.trace(call_wrongly, 2, (calls,), timeout=HANG_S).results:
         assert all(map(str.startswith, said, words)) and len(said) == len(words), said
         assert total.tolist() == [2, 2]
 
@@ -238,7 +239,7 @@ def test_a_collective_that_one_rank_alone_makes_is_an_error_of_order(later):
     fits = f"on rank {later}, {group} is {call}, but on rank {one} it is {end}"
     other = f"on rank {one}, {group} is {end}, but on rank {later} it is {call}"
     with pytest.raises(pl.RankError, match=f"{fits}|{other}"):
-        pl.trace(one_rank_more, 2, (later,), timeout=30)
+        pl.trace(one_rank_more, 2, (later,), timeout=HANG_S)
 
 
 def lets_go(group, wait):
@@ -258,7 +259,7 @@ def goes_on_after_a_refused_message(group):
 
 
 def test_what_follows_a_call_that_raised_is_not_part_of_its_wait():
-    spans = pl.trace(goes_on_after_a_refused_message, 2, timeout=60, device="cpu").spans
+    spans = pl.trace(goes_on_after_a_refused_message, 2, timeout=HANG_S, device="cpu").spans
     last = spans.loc[spans.groupby("rank")["end"].idxmax()]
     assert list(last["kind"]) == ["compute"] * 2
     assert (last["end"] - last["start"] >= 0.05).all()

@@ -18,6 +18,7 @@ from paralab.instruments import witness as instrument
 from paralab.instruments.witness import NATIVE, received_bytes, theory_bytes, witness
 from paralab.parallel.buckets import assign, units
 from paralab.theory.traffic import OPS, edges, wire_bytes
+from patience import HANG_S
 from processes import ran
 from refusals import refuses
 
@@ -146,7 +147,7 @@ def test_the_counter_is_the_process_s_own_and_a_kernel_without_it_is_named(monke
 def test_a_failing_rank_ends_the_witness_with_its_error():
     """A rank does not wait for ever at a gate for one that is gone."""
     with pytest.raises(pl.RankError, match="ZeroDivisionError"):
-        instrument.between_gates(_fails, 2, (), timeout=30)
+        instrument.between_gates(_fails, 2, (), timeout=HANG_S)
 
 
 def _fails(context, gate):

@@ -697,7 +697,9 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
     assert {a.text.strip() for a in chart.layout.annotations} == {"2.75 s", "100 ms"}
     assert chart.finding == "tp is a fifth" and chart.table["seconds"].sum() == 2.85
     assert "(s)" in chart.layout.xaxis.title.text
-    short = view.seconds_bars({"a": {"tp": 2e-3}}, title="short")
+    short = view.seconds_bars({"a": {"tp": 2e-3}}, title="short", clock="predicted")
+    assert (chart.below, short.below) == ("", "predicted: theory alone")
+    refuses("clock='guessed'", view.seconds_bars, {"a": {"tp": 1}}, title="", clock="guessed")
     assert "(ms)" in short.layout.xaxis.title.text and short.data[0].x == (2.0,)
 
 

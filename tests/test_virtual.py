@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from paralab.ranks import lookout
 from paralab.spec.tiers import Offload
 from paralab.theory.pipeline import bubble_formula
 from paralab.trace import _program as traced
+from patience import HANG_S
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
 
@@ -52,7 +54,7 @@ def moments_of(act: Callable[[Any, Any], int], *calls: float) -> list[float]:
         at = act(machine, everyone(context))
         return list(map(tuple, machine.nodes)), at
 
-    parts = launch_program(on_a_rank, 2, (), device="cpu", timeout=30)
+    parts = launch_program(on_a_rank, 2, (), device="cpu", timeout=HANG_S)
     moments = solve([[Node(*node) for node in nodes] for nodes, _ in parts])
     return [moments.end[rank][at] for rank, (_, at) in enumerate(parts)]
 
@@ -94,7 +96,7 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
             three.recv(torch.ones(4), source=0).wait()
         return alone is not None
 
-    found = launch_program(first_calls, 4, (), device="cpu", timeout=30)
+    found = launch_program(first_calls, 4, (), device="cpu", timeout=HANG_S)
     communicator = found[0][0][-1][1][0][0]
     of_three = [[call for call in calls if call[1][0][0] == communicator] for calls, _ in found]
     assert [[op for op, _ in calls] for calls in of_three] == [
@@ -111,8 +113,10 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 PROMPT, SLOW = Lasts(forward=1.0, half=1.0), Lasts(forward=1.0, half=1.0, message=0.05)
-PIPELINES = [*((schedule, 8, lasts) for schedule in SCHEDULES for lasts in (PROMPT, SLOW)),
-             ("interleaved", 16, SLOW)]  # fmt: skip
+SIZES = (8, 16) if os.environ.get("PARALAB_VIRTUAL_PLANS") else (8,)  # by `make virtual` both
+PIPELINES = [(schedule, m, lasts) for schedule in SCHEDULES for m in SIZES
+             for lasts in (PROMPT, SLOW)]  # fmt: skip
+PIPELINES += [("interleaved", 16, SLOW)] * (16 not in SIZES)
 
 
 def pipeline(schedule: str, m: int) -> pl.Plan:
@@ -127,11 +131,12 @@ def pipelines() -> dict[tuple, Found]:
     return dict(zip(PIPELINES, virtuals(jobs), strict=True))
 
 
+@pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule):
-    found, v = pipelines[schedule, 8, PROMPT], pipeline(schedule, 8).virtual_stages
+def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule, m):
+    found, v = pipelines[schedule, m, PROMPT], pipeline(schedule, m).virtual_stages
     assert found.wrong == []
-    expected = bubble_formula(schedule, 4, 8, v, F=1, B=1, W=1)
+    expected = bubble_formula(schedule, 4, m, v, F=1, B=1, W=1)
     assert found.bubble == pytest.approx(expected, abs=0.005)
 
 
@@ -208,7 +213,7 @@ def test_virtual_allocators_figures_are_those_of_the_step_alone():
             recorder.end_step()
         return recorder.tables()["allocator"], held.nbytes
 
-    [(table, _)] = launch_program(two_steps, 1, (), device="cpu", timeout=30)
+    [(table, _)] = launch_program(two_steps, 1, (), device="cpu", timeout=HANG_S)
     found = {name: [size / 2**20 for size in table[name]] for name in (*PEAKS, "largest_free")}
     assert found == {"allocated": [16, 11], "active": [16, 11], "reserved": [18, 18],
                      "largest_free": [8, 8]}  # fmt: skip
@@ -358,7 +363,7 @@ def test_virtual_thread_that_watches_a_device_makes_no_context_on_another():
             looked.acquire()
         return machine.contexts
 
-    assert launch_program(watches, 2, (), device="cpu", timeout=30) == [{0}, {1}]
+    assert launch_program(watches, 2, (), device="cpu", timeout=HANG_S) == [{0}, {1}]
 
 
 def test_virtual_limited_link_takes_the_time_that_its_bytes_would():
@@ -370,7 +375,7 @@ def test_virtual_limited_link_takes_the_time_that_its_bytes_would():
         lane.submit(lambda: None, size=5000).settle()
         return slept
 
-    assert launch_program(copies, 1, (), device="cpu", timeout=30) == [[5.0]]
+    assert launch_program(copies, 1, (), device="cpu", timeout=HANG_S) == [[5.0]]
 
 
 def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():
@@ -384,7 +389,7 @@ def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():
         del waited_for
         return gone() is None, machine.wrong
 
-    assert launch_program(forgets, 2, (), device="cpu", timeout=30) == [(True, [])] * 2
+    assert launch_program(forgets, 2, (), device="cpu", timeout=HANG_S) == [(True, [])] * 2
 
 
 def test_virtual_call_says_which_tensors_nccl_can_send():
@@ -393,7 +398,7 @@ def test_virtual_call_says_which_tensors_nccl_can_send():
         group.all_reduce(torch.zeros(8, device="meta"))
 
     with pytest.raises(pl.RankError, match=r"tensor\.device=.*device=group\.context\.device"):
-        launch_program(of_another_device, 2, (), device="cpu", timeout=30)
+        launch_program(of_another_device, 2, (), device="cpu", timeout=HANG_S)
 
 
 def test_virtual_host_that_locks_no_more_memory_is_said_to():
@@ -405,7 +410,7 @@ def test_virtual_host_that_locks_no_more_memory_is_said_to():
         away.empty((8,), torch.float32, "optimizer")
 
     with pytest.raises(pl.RankError, match="cannot lock 32 bytes of host memory"):
-        launch_program(offloads, 1, (), device="cpu", timeout=30)
+        launch_program(offloads, 1, (), device="cpu", timeout=HANG_S)
 
 
 def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
@@ -417,7 +422,7 @@ def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
             if thread.name == "lookout":
                 thread.join()
 
-    launch_program(ends, 2, (), device="cpu", timeout=30)
+    launch_program(ends, 2, (), device="cpu", timeout=HANG_S)
 
 
 def test_virtual_device_refuses_what_it_does_not_model():
@@ -426,7 +431,7 @@ def test_virtual_device_refuses_what_it_does_not_model():
         with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
             torch.cuda.mem_get_info()
 
-    launch_program(asks, 1, (), device="cpu", timeout=30)
+    launch_program(asks, 1, (), device="cpu", timeout=HANG_S)
 
 
 def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():

@@ -12,6 +12,7 @@ from paralab.comm import everyone
 from paralab.instruments import calibrate, measure
 from paralab.launch import launch_program
 from paralab.spec.links import Reach
+from patience import HANG_S
 from virtual_runs import measured, on_virtual
 
 STATED = pl.Cluster(
@@ -41,7 +42,9 @@ def virtual_gpus(monkeypatch, tmp_path):
 
     def launched(program, ranks, args, *, device, optimizers):
         assert device == "cuda" and not args
-        return launch_program(measured, ranks, (program, STATED, WANTED), device="cpu", timeout=60)
+        return launch_program(
+            measured, ranks, (program, STATED, WANTED), device="cpu", timeout=HANG_S
+        )
 
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.modules["paralab.launch"], "launch_program", launched)
@@ -87,7 +90,7 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
         clock = group.recorder.clock
         return clock.seconds(clock.mark())
 
-    ends = launch_program(late, 2, (), device="cpu", timeout=30)
+    ends = launch_program(late, 2, (), device="cpu", timeout=HANG_S)
     filled = STATED.op_overhead + 200 / STATED.memory_bandwidth
     took = STATED.call(op, 200, Reach(2, 2, 1))[1]
     assert ends == pytest.approx([1.0 + filled + took] * 2, rel=1e-9)

@@ -17,6 +17,7 @@ from paralab.interpret.run import Rank
 from paralab.interpret.train import Trainer
 from paralab.launch import launch_program
 from paralab.programs.instructions import BACKWARD, FORWARD, Instr
+from patience import HANG_S
 from together import remembered
 from virtual_cuda import Node, solve
 
@@ -139,7 +140,7 @@ def virtual(
 def virtuals(jobs: Sequence[Job]) -> list[Found]:
     """What is found of several trainings, all on as many ranks."""
     ranks = jobs[0].plan.world_size
-    parts = launch_program(of_a_rank, ranks, (jobs,), device="cpu", timeout=60)
+    parts = launch_program(of_a_rank, ranks, (jobs,), device="cpu", timeout=HANG_S)
     return [_found(of_job) for of_job in zip(*parts, strict=True)]
 
 

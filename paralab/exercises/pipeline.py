@@ -29,12 +29,10 @@ from paralab.model.step import Step
 from paralab.spec import ModelSpec
 
 Run = tuple[str, int, int, int]  # schedule, p, m, v
-RUNS: tuple[Run, ...] = (  # the last one has micro-batches with two digits
-    ("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1), (LAST_FIRST, 2, 11, 1)
-)  # fmt: skip
-CHUNKED: tuple[Run, ...] = (
-    (BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2), (LAST_FIRST, 2, 2, 2)
-)  # fmt: skip
+Runs = tuple[Run, ...]
+# The last of them has micro-batches with two digits.
+RUNS: Runs = (("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1), (LAST_FIRST, 2, 11, 1))
+CHUNKED: Runs = ((BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2), (LAST_FIRST, 2, 2, 2))
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a block per stage
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)

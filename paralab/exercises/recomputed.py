@@ -116,7 +116,7 @@ def _step(
         calls.append(block)
 
     class Through(nn.Module):
-        """Calls a block through the answer, and records each of its runs, whoever calls it."""
+        """Calls a block through the answer, and records each of its runs."""
 
         def __init__(self, block: nn.Module) -> None:
             super().__init__()

@@ -49,6 +49,7 @@ from paralab.spec import ModelSpec
 FORMAT, VERSION = "paralab checkpoint", 2
 ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
+LAST_STEP = 10**8 - 1  # of eight digits, as in the name of a checkpoint's folder
 LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
 # The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
@@ -227,14 +228,22 @@ def _read(folder: Path) -> Checkpoint:
         return Checkpoint(
             folder=folder,
             model=ModelSpec.from_dict(typed(body, "model", dict)),
-            step=whole("step", body.get("step"), at_least=0),
-            counters={name: typed(counters, name, float) for name in counters},
+            step=whole("step", body.get("step"), at_least=0, at_most=LAST_STEP),
+            counters={name: _count(counters, name) for name in counters},
             files={name: _facts(files, name) for name in files},
             tensors={name: boxes.stored(name, entry) for name, entry in tensors.items()},
             **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         damaged(file, str(error))
+
+
+def _count(counters: Mapping[str, Any], name: str) -> float:
+    """A counter: steps, or the loss scale, a power of two by which gradients are divided."""
+    count, least = typed(counters, name, float), int(name == "loss_scale.value")
+    if not (count.is_integer() and least <= count <= LAST_STEP):
+        raise ValueError(f"{name} is {count!r}, not a whole number from {least} to {LAST_STEP}")
+    return count
 
 
 def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:

@@ -38,6 +38,8 @@ PREFETCHED = 0.5
 OTHER = 0.05  # share of the peak above which the category "other" gets a sentence
 NAMED = 5  # how many parameters, sizes or pairs of ranks an answer names
 UNKNOWN = {  # what is not known, by the condition under which it is not: see `_unknown`
+    "shared": "How long each rank computed: ranks shared a GPU, and the time of each includes the "
+    "work of the others.",
     "through host": "When a call of gloo with tensors on a GPU ended: its span ends when the "
     "rank's wait for it ended.",
     "gloo": "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
@@ -301,6 +303,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     apart = 1e3 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
     holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
     holds |= {
+        "shared": report.meta.get("shared_gpu"),
         "through host": on_gpu and observed and report.meta.get("backend") == "gloo" and len(calls),
         "gloo": not on_gpu and len(calls),
         "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paralab.checks import choice, count_of, real
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.lanes import tracks
 from paralab.view.marks import Part, note, upright
@@ -76,15 +76,19 @@ def bytes_bars(
     )
 
 
-def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Chart:
+def seconds_bars(
+    bars: Mapping[str, Mapping[str, float]], *, title: str, clock: str | None = None
+) -> Chart:
     """One horizontal bar per entry, its seconds stacked by part.
 
     bars   {bar label: {part: seconds}}; "compute", "forward", "wait" and the like, and the axes
            "dp", "tp", "pp", have the colours that they have in timelines
     title  the finding
+    clock  of all these seconds, "measured", "replayed" or "predicted", for the line below the title
 
     Raises ValueError on seconds below 0, which it names.
     """
+    clock = choice("clock", clock, (*naming.CLOCK_BRIEF, None))
     rows = mark.rows_of(bars)
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     end = ROOM * max(totals.values()) or 1.0
@@ -100,7 +104,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
 
     fig = figure(
         theme.text(title),
-        "",
+        "".join(naming.clock_lines([clock] if clock else [])),
         height=170 + 46 * len(bars),
         showlegend=True,
         xaxis=mark.bytes_axis(f"time ({unit})", end, per),

@@ -48,6 +48,8 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
         for ranks, cores in map(facts.shared_cores, reports)
         if cores
     )
+    if any(report.meta.get("shared_gpu") for report in reports):
+        remarks.append("ranks shared a GPU, so boxes are longer")
     remarks += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
     remarks += ["framed: between nodes"] * any(section.two_levels for section in sections)
     clocks = naming.clock_lines(report.clock for report in reports)

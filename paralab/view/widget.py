@@ -511,7 +511,7 @@ class Widget(ipw.VBox):
         *,
         stale: bool = False,
     ) -> None:
-        """Show a state and its error, as nobody would see the traceback of a thread.
+        """Show a state and its error, as no one would see the traceback of a thread.
 
         outcome  how the run that is done compares with its prediction
         stale    whether the settings are impossible: the old views stay, greyed

@@ -10,6 +10,7 @@ from typing import Any
 
 from browser.bench import ANSWER_S, Bench
 from browser.notebook import Notebook
+from patience import HANG_S
 
 SHOW, TWINS, DARK = range(3)  # the cells
 WIDTHS = (1000, 1500, 1900)
@@ -67,7 +68,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
     dark = "pl.view.use_theme('dark')\nbench.set();"
     notebook = open_notebook(cells=[show, TWIN_CELL, dark], alone=True)
     notebook.page.set_viewport_size({"width": WIDE, "height": HIGH})
-    notebook.run_cell(SHOW, timeout=90)  # the first one measures this machine
+    notebook.run_cell(SHOW, timeout=HANG_S)  # the first one measures this machine
     notebook.wait(notebook.settled, ANSWER_S, lambda: notebook.ask("missing"))
     bench = Explorer(notebook, SHOW)
     bench.until(lambda: len(bench.views) == 4)

@@ -21,9 +21,9 @@ pl.view.widgets.offload(cluster=cluster)"""
 SHOW, TWIN, STATE, CHART, AGAIN, ASKS = range(6)  # the cells
 ASK = 'pl.exercises.guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
 # Ends only when Stop and the question's button have been pressed, or as a failure soon after that.
-BUSY = """\
+BUSY = f"""\
 import time
-bench.steps, end = 500, time.monotonic() + 60
+bench.steps, end = 500, time.monotonic() + {ANSWER_S / 2}
 bench.run()
 while time.monotonic() < end and (bench.state == "running" or question.value is None):
     time.sleep(0.05)

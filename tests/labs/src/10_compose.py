@@ -231,6 +231,7 @@ cuts = {
 view.seconds_bars(
     {name: terms(plan) for name, plan in cuts.items()},
     title="The same FLOPs in five cuts: tensor parallelism between nodes is slowest",
+    clock="predicted",
 )
 
 # %%

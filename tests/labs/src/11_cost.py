@@ -29,7 +29,7 @@ last = papers.ptdp_table1().iloc[-1]  # Narayanan et al. 2021; seconds follow fr
 ideal = last["FLOPs per step"] / last["devices"] / PEAK
 parts = {"matrix products at the peak": ideal, "everything else": last["seconds per step"] - ideal}
 title = "Almost half of each step is not matrix products at the peak rate"
-view.seconds_bars({"a trillion parameters": parts}, title=title)
+view.seconds_bars({"a trillion parameters": parts}, title=title, clock="measured")
 
 # %% [markdown]
 # ## Days and MFU follow from the seconds of a step
