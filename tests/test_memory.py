@@ -362,7 +362,9 @@ def test_advice_names_settings_that_fit_by_prediction():
     said = advice(MODEL, plan, optimizer="adamw", limit=whole * 3 // 4)
     assert said.startswith("By prediction, microbatch_size=2, microbatches=4 (")
     assert " would fit; so would microbatch_size=1, microbatches=8 (" in said
-    said = advice(MODEL, plan, optimizer="adamw", limit=whole // 2)
+    said = advice(MODEL, plan, optimizer="adamw", limit=whole // 2)  # no one of them would do
+    assert said.startswith("By prediction, zero_stage=3, microbatch_size=2, microbatches=4 (3.6 MB")
+    said = advice(MODEL, plan, optimizer="adamw", limit=whole * 3 // 10)
     assert said.startswith("By prediction, zero_stage=3, microbatch_size=1, microbatches=8, recom")
     said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
     assert "comes closest, but does not fit. More data-parallel ranks" in said

@@ -1,5 +1,7 @@
 """Recorded bytes of programs that know nothing of paralab are those of the closed forms."""
 
+import functools
+
 import cloudpickle
 import pytest
 import torch
@@ -26,14 +28,20 @@ def every(names):
             pl.step()
 
 
+@functools.cache
+def of_all(ranks):
+    return pl.observe(every, ranks, (list(PROGRAMS),), steps="marked", timeout=HANG_S)
+
+
 @pytest.fixture(scope="module")
 def report():
-    """Of two ranks; of three the kernel is asked, in test_traffic.py."""
-    return pl.observe(every, 2, (list(PROGRAMS),), steps="marked", timeout=HANG_S)
+    return of_all(2)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])  # of three the kernel is asked, in test_traffic.py
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_recorded_bytes_are_the_closed_form(report, name):
+def test_recorded_bytes_are_the_closed_form(ranks, name):
+    report = of_all(ranks)
     n, step = report.world_size, STEPS * list(PROGRAMS).index(name) + STEPS - 1
     rows = report.collectives[report.collectives["step"] == step]
     rows = rows[~rows["phase"].isin(BOOKKEEPING) & (rows["wire_bytes"] > 0)]

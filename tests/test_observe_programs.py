@@ -772,7 +772,7 @@ SAID = {
         "all-reduced; in the 2 of 4 steps that reduce gradients: 2 (n−1)/n Ψ = 0.262 MB",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); they make up all-to-alls",)}),
     (sends_seldom,): (2, {
-        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
+        FORM: ("messages per step: 0→1 (0.33); perhaps a pipeline,", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),

@@ -1,4 +1,5 @@
-"""What single passes add to a program: recomputation, messages in parts, hpZ's second shard.
+"""What single passes add to a program: recomputation, what hides tensor parallelism's messages,
+messages in parts, hpZ's second shard.
 
 That such plans train what the reference trains is in test_programs_equal.py, and what recomputed
 ones keep in test_papers_korthikanti.py.
@@ -14,7 +15,14 @@ import pytest
 import paralab as pl
 from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import BACKWARDS, COMPUTE, FORWARD, RECOMPUTE, keeps
+from paralab.programs.instructions import (
+    BACKWARD_WEIGHT,
+    BACKWARDS,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTE,
+    keeps,
+)
 
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
 
@@ -44,6 +52,20 @@ def test_a_forward_keeps_nothing_and_is_made_again_right_before_its_backward(kin
             elif ins.op == FORWARD:
                 assert keeps(ins) == (ins.at not in ranges)
     assert len(again) == SPEC.layers and set(again.values()) == {plan.microbatches}
+
+
+# ---- tensor parallelism, with gradients in buckets -----------------------------------------------
+@pytest.mark.parametrize("more", [{}, {"zero_stage": 1}, {"pp": 2, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 4_000, 60_000])
+def test_no_buckets_edge_separates_f_from_the_layer_whose_gradient_hides_its_message(
+    bucket_bytes, more
+):
+    plan = pl.Plan(dp=2, tp=2, bucket_bytes=bucket_bytes, **more)
+    for code in compiled(SPEC, plan).codes:
+        hides = [ins for ins in code if ins.op == BACKWARD_WEIGHT and ins.phase]
+        assert len(hides) >= SPEC.layers and all(
+            any(kind == "grad" for kind, *_ in ins.writes) for ins in hides
+        )
 
 
 # ---- messages in parts: PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 4.1 -----------------------

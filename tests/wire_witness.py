@@ -42,6 +42,9 @@ def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
     for mode in MODES[n]:
         plan = pl.Plan(tp=n, microbatch_size=4, **mode)
         found[f"tensor parallel {mode}"] = WIDE, plan
+    if n == 4:  # messages of 2 MiB between stages
+        plan = pl.Plan(pp=n, microbatches=2, microbatch_size=8)
+        found["pipeline"] = WIDE.replace(layers=n), plan
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
+from itertools import accumulate
 from typing import Any
 
 from paralab.interpret import quick
@@ -14,22 +16,21 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
     """One or two sentences: the settings whose predicted peak, workspace included, is at most
     ``limit`` bytes; if there is none, the setting with the lowest peak.
 
-    Each setting is tried alone, then all together.
+    Each setting is tried alone, then each together with those that cost less.
 
     how  ``optimizer``, ``rank``, ``gloo`` and ``clips``, as `quick.peak` takes them
     """
     alone = _changes(plan)
-    together: dict[str, Any] = {}
-    for change in alone:  # a later change of the same setting is the stronger: stage 3 replaces 1
-        together |= change
-    sizes = [(change, _peak(model, plan, change, how)) for change in [*alone, together]]
+    # A later change of the same setting is the stronger: stage 3 replaces 1.
+    together = [change for change in accumulate(alone, operator.or_) if change not in alone]
+    sizes = [(change, _peak(model, plan, change, how)) for change in [*alone, *together]]
     unchanged = _peak(model, plan, {}, how)
     smaller = [(change, size) for change, size in sizes if size < unchanged]
     fitting = [(change, size) for change, size in smaller if size <= limit]
     if fitting:
         first, *others = fitting
         sentence = f"By prediction, {_text(*first)} would fit"
-        if others := [other for other in others if other[0] is not together][:2]:
+        if others := [other for other in others if other[0] in alone][:2]:
             sentence += f"; so would {' or '.join(_text(*other) for other in others)}"
         return sentence + "."
     if smaller:

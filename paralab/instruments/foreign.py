@@ -5,11 +5,11 @@ The program is not changed. What is intercepted, and what that costs:
     collectives    every operation ``c10d.*`` gets a kernel in front of its own while the
                    observation lasts. All of torch's collectives pass there: those of
                    DistributedDataParallel's reducer in C++, FSDP2, DTensor and its
-                   ``_c10d_functional.*``, pipelining, raw calls. About 30 us per call, and nothing
+                   ``_c10d_functional.*``, pipelining, raw calls. 40 to 90 us per call, and nothing
                    for other operations. Over NCCL, freed memory of an asynchronous call's result is
                    reused only once the host knows that the call has ended: [Note: ends] of
                    foreign_flights.py
-    waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
+    waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: about 10 us per wait
     spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
                    us per outermost call, 0.7 us per inner one
     memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is

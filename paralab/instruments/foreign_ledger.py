@@ -47,6 +47,10 @@ class ForeignLedger(Ledger):
         self.program = program
         self._called: set[tuple] = set()  # (name, its result's dtype, device) of operations
 
+    def forgets_calls(self) -> None:
+        """What was called so far is the setup's, and no part of a step."""
+        self._called.clear()
+
     def scratch(self) -> list[str]:
         """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
         called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self._called)

@@ -159,6 +159,8 @@ class Program:
             self.setup = len(self.recorder.calls)
             self.recorder.leave()
             self.recorder.drop_step("comm")
+            if self.ledger is not None:
+                self.ledger.forgets_calls()
         if self.step >= self.memory_steps:
             self.close_ledger()
         self.in_step = self.started = True
