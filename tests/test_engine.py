@@ -85,7 +85,7 @@ def programs(draw):
         made = call(name, draw(durations), ranks=ranks, lane=draw(st.sampled_from("ab")))
         for rank in ranks:
             begun[rank].append(name)
-            lists[rank].append(made)
+            lists[rank].append(made._replace(late=draw(durations)))
     return lists
 
 
@@ -105,16 +105,17 @@ def by_fixed_point(lists):
                     launches.setdefault(item.name, []).append((rank, i, start))
                     start = max(start, times[rank][i][0])
                 end = max(now, over[item.name]) if item.op == WAIT else start + item.takes
-                times[rank][i] = start, end
+                times[rank][i] = start, end + item.late
                 if item.op in (WORK, WAIT):
                     now = end
                 else:
                     free[item.lane] = end
-                    over[item.name.writes if item.op == JOB else item.name] = end
+                    over[item.name.writes if item.op == JOB else item.name] = end + item.late
         for members in launches.values():
             start = max(start for *_, start in members)
             for rank, i, _ in members:
-                times[rank][i] = start, start + lists[rank][i].takes
+                item = lists[rank][i]
+                times[rank][i] = start, start + item.takes + item.late
         moved = before != times
     return times
 

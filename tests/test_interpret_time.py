@@ -134,12 +134,34 @@ def receives(*, source: int, count: int, begin: int = 0) -> Code:
     ]
 
 
-def test_a_slow_link_carries_one_message_after_the_other(seconds):
+# Four seconds of latency, and one for the activations of two samples; op 4 has three times as many.
+HIGH_LATENCY = pl.Link(alpha=4.0, bandwidth=8.0 * MODEL.seq_len * MODEL.hidden)
+ON_GPUS = [(0.0, 7.0), (7.0, 14.0), (14.0, 21.0)]
+
+
+@pytest.mark.parametrize(("cores", "sent", "received"), [
+    (None, ON_GPUS, ON_GPUS),
+    (8, [(0.0, 3.0), (3.0, 6.0), (6.0, 9.0)], [(0.0, 7.0), (3.0, 10.0), (6.0, 13.0)]),
+], ids=["nccl", "gloo"])  # fmt: skip
+def test_a_slow_link_carries_one_message_after_the_other(seconds, cores, sent, received):
+    """Over NCCL with its latency, over gloo its bytes alone."""
     sends = [ins for ins in messages(to=1, count=3) if ins.op == SEND]
     codes = [sends + list(map(wait, sends)), receives(source=0, count=3)]
-    times = time(replace(compiled(MODEL, pl.Plan(pp=2)), codes=codes), cluster(5.0))
-    assert list(times.ranks[1].calls.values()) == [(0.0, 5.0), (5.0, 10.0), (10.0, 15.0)]
-    assert times.seconds == 15.0
+    program = replace(compiled(MODEL, pl.Plan(pp=2)), codes=codes)
+    times = time(program, cluster(cores=cores, intra=HIGH_LATENCY))
+    assert [list(rank.calls.values()) for rank in times.ranks] == [sent, received]
+    assert times.ends[0] == sent[-1][1]  # when all its messages have left
+
+
+@pytest.mark.parametrize(("cores", "step"), [(None, 2 * 8 * 5.0), (8, 2 * (4 * 5.0 + 1.0))])
+def test_of_gpipes_messages_two_are_in_flight_at_once_over_gloo(costly, cores, step):
+    """As many as receives are posted: eight forward and eight back, and nothing else takes time."""
+    costly()
+    plan = pl.Plan(pp=2, microbatches=8, schedule="gpipe")
+    links = cluster(cores=cores, intra=HIGH_LATENCY)
+    report = pl.predict(MODEL.replace(tied=False), plan, links, steps=1, detail="calls")
+    assert report.step_time == pytest.approx(step, rel=1e-6)
+    assert report.replay(links).step_time == pytest.approx(step, rel=1e-6)
 
 
 def test_a_send_waits_for_the_one_before_it_to_the_same_peer(seconds):

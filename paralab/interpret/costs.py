@@ -34,6 +34,7 @@ from paralab.programs.instructions import (
     NORM,
     REDUCE_SCATTER,
     RESCALE,
+    SEND,
     STATES,
     UPDATE,
     WAIT,
@@ -68,7 +69,8 @@ class Posted(NamedTuple):
     """A call of a group of ranks.
 
     lane     of the group; of a message (the pipeline rank that sends it, the one that receives it)
-    seconds  on that lane, once all members have launched the call
+    seconds  on that lane, once all members have launched the call; ``late``: more of them until a
+             message has arrived, during which its lane is free and its sender goes on
     members  how many pipeline ranks make the call together; 0: it stays within one
     packed   seconds on the rank's own lane before the call, to pack what is sent
     summed   seconds after the wait, to add up what was received; ``unpacked``: to unpack it;
@@ -84,10 +86,15 @@ class Posted(NamedTuple):
     unpacked: float = 0.0
     slower: float = 0.0
     other: bool = False
+    late: float = 0.0
 
     def after(self, share: float = 1.0) -> float:
         """Seconds of work after the wait, with this share of ``slower``."""
         return self.unpacked + self.slower * share + self.summed
+
+    def late_for(self, ins: Instr) -> float:
+        """``late`` for the member that makes the call by this instruction."""
+        return 0.0 if ins.op == SEND else self.late
 
 
 class Job(NamedTuple):
@@ -210,10 +217,10 @@ class Costs:
         op, lane, root = call.op, call.axis, call.root
         slower = self.cluster.wait_overhead
         if op in POINT_TO_POINT:
-            _, took = self.cluster.call("send", call.payload, self.reach(pp, lane, root))
+            took, late = self.cluster.message(call.payload, self.reach(pp, lane, root))
             if op == "send":  # its wait is over long before: the rank goes on at full speed
-                return Posted((pp, root), took, 2)
-            return Posted((root, pp), took, 2, slower=slower)
+                return Posted((pp, root), took, 2, late=late)
+            return Posted((root, pp), took, 2, slower=slower, late=late)
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)

@@ -101,7 +101,10 @@ class Deep:
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
             end = np.maximum(moments[over], np.append(0.0, left[:-1]))
             at, node = graph.calls[pp]
-            when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
+            took = parts.weights.copy()
+            for message, _, ins, cost in self._messages(pp):
+                took[message] = cost.seconds + cost.late_for(ins)
+            when = np.stack([moments[node] - took[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
             letter, chunk, few, microbatch, begin = graph.actions[pp]
             first, last = begin + parts.ends[:, letter, chunk, few]
@@ -131,8 +134,10 @@ class Deep:
             parts, kind = known[name]
             kinds.append(kind)
             weights = parts.weights.copy()
-            for at, wait, _, cost in self._messages(pp):
-                weights[at], weights[wait] = cost.seconds, cost.after()
+            for at, wait, ins, cost in self._messages(pp):
+                # A message has left after a SEND's weight, and after a RECEIVE's it has arrived.
+                weights[at] = cost.late if ins.op == RECEIVE else cost.seconds
+                weights[wait] = cost.after()
             self.parts.append(parts._replace(weights=weights))
         posting = self.cluster.call_overhead
         graph_of = tuple(shapes), tuple(kinds), posting > 0

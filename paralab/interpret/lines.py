@@ -273,7 +273,7 @@ def transfers(
         for ins, cost in whole[1].lists[-1] if type(whole[1]) is Times else [whole]:
             if type(cost) is Posted:
                 for call in costs.calls.of(pp, ins):
-                    found[at][call, cost.seconds] += 1
+                    found[at][call, cost.seconds + cost.late_for(ins)] += 1
             elif type(cost) is Job and kind_of(ins) == "copy":
                 found[at][(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
     return found

@@ -97,8 +97,8 @@ def _graph(
     """sizes: schedule, ranks, micro-batches, stages per rank; plan: given if it offloads.
 
     At first the nodes are numbered by position: three per instruction, which few need all (what it
-    does before its call, itself, posting), then the ends of messages, then of all else that waits
-    for more than two moments.
+    does before its call, itself, posting), then when messages have left their lanes, when they have
+    arrived, and all else that waits for more than two moments.
     """
     rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
     lists = Lists(rows(*sizes), *sizes[2:], shapes, kinds)
@@ -106,7 +106,9 @@ def _graph(
     predecessors, early = _jobs(lists, plan) if jobs.any() else ({}, [])
     waits[early] = False
     before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
-    n, starts, sends = len(works), lists.first[:-1], lists.sends
+    n, starts, sends, receives = len(works), lists.first[:-1], lists.sends, lists.receives
+    messages = 3 * n + 1 + np.arange(2 * len(sends)).reshape(2, -1)
+    more = 3 * n + 1 + messages.size  # the first node of all else
     ready, itself, posted = np.arange(1, 3 * n + 1).reshape(n, 3).T
     base = np.cumsum([POSTING + 1, *lists.sizes])[lists.rank]  # first weight of the rank
     takes = lists.takes + base
@@ -125,7 +127,7 @@ def _graph(
     turn = turn[np.argsort(lists.lane[turn], kind="stable")]
     same = lists.lane[turn[1:]] == lists.lane[turn[:-1]]
     free[turn[1:][same]] = end[turn[:-1][same]]
-    end[sends] = end[lists.receives] = 3 * n + 1 + np.arange(len(sends))
+    end[sends], end[receives] = messages
     chained: list[tuple[int, int, int]] = []
     free_of: dict[int, int] = {}
 
@@ -136,7 +138,7 @@ def _graph(
         start = free_of.get(lane, 0)
         for number, moment in enumerate(moments, 1):
             chained.append((start, moment, takes if number == len(moments) else 0))
-            start = 3 * n + len(sends) + len(chained)
+            start = more + len(chained) - 1
         free_of[lane] = start
         return start
 
@@ -148,7 +150,7 @@ def _graph(
     over[lists.waits] = end[lists.of]
     over *= waits
 
-    nodes = np.full((3, 3 * n + 1 + len(sends) + len(chained)), -1)
+    nodes = np.full((3, more + len(chained)), -1)
     nodes[:, 0] = 0
     works |= waits
     posting = calls & posts
@@ -157,8 +159,9 @@ def _graph(
         (ready[before], now[before], 0, (lists.before + base)[before]),
         (itself[own], front[own], free[own], takes[own]),
         (posted[posting], front[posting], 0, POSTING),
-        (end[sends], front[sends], front[lists.receives], takes[sends]),
-        (slice(3 * n + 1 + len(sends), None), *np.reshape(chained, (-1, 3)).T),
+        (end[sends], front[sends], front[receives], takes[sends]),
+        (end[receives], end[sends], 0, takes[receives]),
+        (slice(more, None), *np.reshape(chained, (-1, 3)).T),
     ):
         for row, values in zip(nodes, node, strict=True):
             row[at] = values

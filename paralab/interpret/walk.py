@@ -3,7 +3,8 @@
     compute   one lane per rank, in the order of its list
     calls     one lane per group. A call begins when all members have launched it and the lane is
               free, and lasts as long as the bytes of its slowest member take
-    messages  one lane per pair and direction; a message moves once both its ends are posted
+    messages  one lane per pair and direction; a message moves once both its ends are posted, and
+              arrives some time after it has left its lane (spec/links.py, [Note: messages])
     jobs      lanes of workers (h2d, d2h, disk, host). A job begins when it is launched, the lane is
               free, and the jobs that it depends on are over (jobs.py)
     WAIT      ends at max(now, the end of what it waits for)
@@ -40,6 +41,7 @@ class Item(NamedTuple):
     members  how many pipeline ranks make the call together; 0: this one alone
     before   seconds of work that the rank does just before it launches a call, or None
     frees    the values whose memory ends after a WAIT
+    late     seconds after which a call of several is over for this member, once its lane is free
     """
 
     op: int
@@ -49,6 +51,7 @@ class Item(NamedTuple):
     members: int = 0
     before: Any = None
     frees: tuple = ()
+    late: Any = 0.0
 
 
 def item(ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
@@ -60,7 +63,8 @@ def item(ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0)
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
     if kind is Posted:
-        return Item(CALL, cost.seconds, ins.writes, cost.lane, cost.members, cost.packed or None)
+        call = ins.writes, cost.lane, cost.members, cost.packed or None
+        return Item(CALL, cost.seconds, *call, late=cost.late_for(ins))
     return Item(WORK, cost.seconds)
 
 
@@ -90,14 +94,14 @@ class Walk:
         lane = item.lane
         number = rank.count[lane] = rank.count[lane] + 1
         launched = self.launched.setdefault((lane, number), [])
-        launched.append((rank, len(rank.left), moment))
+        launched.append((rank, len(rank.left), moment, item.late))
         if len(launched) < item.members:
             return
         del self.launched[lane, number]
-        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in launched))
+        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment, _ in launched))
         end = self.free[lane] = start + item.takes
-        for member, position, _ in launched:
-            member.calls[position] = start, end
+        for member, position, _, late in launched:
+            member.calls[position] = start, end + late
 
 
 class Rank:
@@ -132,7 +136,7 @@ class Rank:
         flights, waits, jobs, posting = self.flights, self.waits, self.jobs, self.common.posting
         clock = 0.0
         for entry in self.items:
-            op, takes, name, lane, members, before, frees = entry
+            op, takes, name, lane, members, before, frees, _ = entry
             at = len(left)
             if op == WORK:
                 clock += takes

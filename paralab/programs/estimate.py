@@ -175,7 +175,7 @@ class Estimate:
         back, recompute = self.total("backward", "recompute", "weight"), self.total("recompute")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
-        message, longest = self.messages()
+        message, longest, carried = self.messages()
         posted = posted + (not overlap) * 2 * messages * message  # is paid for at both ends
         gathered, returned, during = self.gathering(forward, back, overlap)
         per_rank, back = forward + gathered + back + returned + posted, back + returned
@@ -192,7 +192,7 @@ class Estimate:
         # "naive" does so for each micro-batch.
         hops = (self.p > 1) * 2 * message * (self.p * self.v - 1)
         lap = (all_ranks - halves[0] + hops) / self.p
-        waits = overlap * self.waits(slowest_rank, pace(weight), others, lap, longest)
+        waits = overlap * self.waits(slowest_rank, pace(weight), others, lap, longest, carried)
         # Of several chunks the first is done when the p last micro-batches have all others to go.
         last_backward = back * ((self.v - 1) * self.p + 1) / self.v
         at_end = self.after(np.where(self.space.splits, weight, last_backward), overlap)
@@ -220,9 +220,9 @@ class Estimate:
         found = idle_seconds(self.p, self.m, self.v, through, mine, weights, fill, ahead)
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
-    def messages(self) -> tuple[Array, Array]:
+    def messages(self) -> tuple[Array, Array, Array]:
         """Seconds of a message, of b s h elements or of a part and the gather after it: the mean,
-        and the longest.
+        and the longest; and of the longest those until its link carries the next one.
         """
         p, tp, message = self.p, self.space.tp, self.parts.message
         nodes = p * self.space.dp * tp / self.cluster.devices_per_node
@@ -231,18 +231,23 @@ class Estimate:
         message = message / np.where(parts, tp, 1)
         crossings = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
         pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
-        ways = (self.cluster.ways("send", pair)["direct"] for pair in pairs)
-        within, across = (way.seconds(message) + gather for way in ways)
+        ways = [self.cluster.message(message, pair) for pair in pairs]
+        within, across = (carried + late + gather for carried, late in ways)
         hops = (p - 1 - crossings) * within + crossings * across
-        return hops / np.maximum(p - 1, 1), np.where(crossings > 0, across, within)
+        carried = np.where(crossings > 0, *(carried + gather for carried, _ in reversed(ways)))
+        longest = np.where(crossings > 0, across, within)
+        return hops / np.maximum(p - 1, 1), longest, carried
 
-    def waits(self, mine: Array, weight: Array, others: Array, lap: Array, message: Array) -> Array:
+    def waits(
+        self, mine: Array, weight: Array, others: Array, lap: Array, message: Array, carried: Array
+    ) -> Array:
         """Seconds per step that a full pipeline waits for messages which compute does not hide.
 
         From the second micro-batch on (of GPipe's: the first) each one takes, if that is more than
         the slowest rank's ``mine`` seconds,
 
-        gpipe         two messages, as a link carries one at a time
+        gpipe         what a link carries (``carried``) of two messages; or a message and half of
+                      ``mine``, as two receives are posted at a time
         1f1b, zb-h1   ``lap``, a p-th of a micro-batch's way through all stages and back, as only p
                       are alive at once (parallel/schedules.py)
         these, zb-h2  ``mine`` and a message, as of the two that neighbours swap one is not hidden
@@ -250,8 +255,8 @@ class Estimate:
         interleaved   ``others``, a rank with the most blocks, and a message per stage, which only
                       the last two ranks hide, behind a forward
         """
-        swap = mine - weight + message
-        pace = {"zb-h2": swap, "interleaved": others + self.v * message, "gpipe": 2 * message}
+        swap, two = mine - weight + message, np.maximum(2 * carried, message + mine / 2)
+        pace = {"zb-h2": swap, "interleaved": others + self.v * message, "gpipe": two}
         pace |= dict.fromkeys(("1f1b", "zb-h1"), np.maximum(swap, lap))
         later = np.maximum(self.m - 1 - (self.space.schedule != "gpipe"), 0)
         return (self.p > 1) * later * np.maximum(self.of_schedule(pace) - mine, 0.0)

@@ -196,6 +196,13 @@ class Cluster(checks.Description):
         seconds = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
         return min(seconds.items(), key=lambda entry: entry[1])
 
+    def message(self, size: float, reach: Reach) -> tuple[float, float]:
+        """(seconds for which a message occupies its link, more of them until it has arrived): see
+        [Note: messages] in spec/links.py.
+        """
+        way = self.ways("send", reach)["direct"]
+        return (way.seconds(size), 0.0) if self.gpus else (size / way.bandwidth, way.latency)
+
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
         """Seconds to copy ``size`` bytes over "h2d", "d2h" or "disk", at most ``limit`` bytes/s."""
         choice("lane", lane, LINKS)

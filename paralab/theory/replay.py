@@ -8,7 +8,8 @@ the walk that also times predictions (interpret/walk.py).
     compute span     the median cost of all spans at the same place of the program: over steps >= 1
                      and the ranks with the same stages. The pieces of a backward that launches
                      collectives have costs of their own, as has the input half of a split one
-    collective       alpha + wire bytes / bandwidth, with the bytes of its row in the ledger
+    collective       alpha + wire bytes / bandwidth, with the bytes of its row in the ledger; of
+                     messages in flight at once the alphas may overlap (spec/links.py)
     copy             the same for the link between two memory tiers, but no faster than the plan's
                      ``bandwidth``; without such a link in the cluster, as long as in the run
     wait             as long as the walk says, whatever it took in the run
@@ -192,12 +193,17 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
             members = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
             name = f"message {{}} from rank {members[0]} to rank {members[1]} ({row.axis})"
         name = name.format(next(numbers[row.rank, row.op == "recv", name]))
+        if members not in reaches:
+            reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)
+        call = Item(CALL, 0.0, name, (lane, message, members), len(members))
+        if message:
+            needed, late = cluster.message(row.wire_bytes, reaches[members])
+            call = call._replace(late=late * (row.op == "recv"))
+        else:
+            _, needed = cluster.call(row.op, row.wire_bytes, reaches[members])
         if row.op != "recv":
-            if members not in reaches:
-                reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)
-            needed = cluster.call(row.op, row.wire_bytes, reaches[members])[1]
             seconds[name] = max(seconds[name], needed)
-        items[row.span].append(Item(CALL, 0.0, name, (lane, message, members), len(members)))
+        items[row.span].append(call)
     return {
         span: [call._replace(takes=seconds[call.name]) for call in calls]
         for span, calls in items.items()
