@@ -45,6 +45,7 @@ class Parts(NamedTuple):
     code     the instructions, each with its cost; for a CALL that stands for several the `Times`
     awaited  {index of a WAIT: cost of the call that it waits for}
     weights  seconds that each takes, as the graph of moments adds them (k,)
+    took     of a call those from its begin until it is over for the rank (k,)
     shape    {key of an action, or `END`: its `Item`s, whose ``takes`` and ``before`` are indices}
     ends     positions of the first and the last compute among an action's items (2, 4, v, FEW)
     """
@@ -52,6 +53,7 @@ class Parts(NamedTuple):
     code: list[tuple[Instr, Cost | Times]]
     awaited: dict[int, Cost]
     weights: np.ndarray
+    took: np.ndarray
     shape: dict[Any, list[Item]]
     ends: np.ndarray
 
@@ -101,10 +103,7 @@ class Deep:
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
             end = np.maximum(moments[over], np.append(0.0, left[:-1]))
             at, node = graph.calls[pp]
-            took = parts.weights.copy()
-            for message, _, ins, cost in self._messages(pp):
-                took[message] = cost.seconds + cost.late_for(ins)
-            when = np.stack([moments[node] - took[symbol[at]], moments[node]], 1)
+            when = np.stack([moments[node] - parts.took[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
             letter, chunk, few, microbatch, begin = graph.actions[pp]
             first, last = begin + parts.ends[:, letter, chunk, few]
@@ -133,12 +132,12 @@ class Deep:
                 known[name] = parts, shapes.setdefault(shape, len(shapes))
             parts, kind = known[name]
             kinds.append(kind)
-            weights = parts.weights.copy()
+            weights, took = parts.weights.copy(), parts.weights.copy()
             for at, wait, ins, cost in self._messages(pp):
                 # A message has left after a SEND's weight, and after a RECEIVE's it has arrived.
                 weights[at] = cost.late if ins.op == RECEIVE else cost.seconds
-                weights[wait] = cost.after()
-            self.parts.append(parts._replace(weights=weights))
+                weights[wait], took[at] = cost.after(), cost.seconds + cost.late_for(ins)
+            self.parts.append(parts._replace(weights=weights, took=took))
         posting = self.cluster.call_overhead
         graph_of = tuple(shapes), tuple(kinds), posting > 0
         if graph_of != self._graph_of:  # else the graph stays, and only the weights change
@@ -223,7 +222,7 @@ class Deep:
                 items.append(item._replace(takes=at, before=before))
             if key != END:
                 ends[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
-        return Parts(code, awaited, np.array(weights), shape, ends)
+        return Parts(code, awaited, np.array(weights), np.array(weights), shape, ends)
 
     def _alike(self, pp: int, run: Timed) -> Iterator[tuple]:
         """What the times and the calls of a run depend on: the same for all blocks."""
