@@ -524,6 +524,13 @@ def sums_gradients(model, x, **how):
     trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
 
 
+def by_a_class_of_the_same_name():
+    class DistributedDataParallel(nn.Sequential):
+        """As Megatron-LM's: no class of torch, and without a reducer."""
+
+    sums_gradients(DistributedDataParallel(layers(1)), 256)
+
+
 def last_bucket_behind():
     """Gradients are summed as they come, those of the first layer after the backward."""
 
@@ -690,6 +697,7 @@ SAID = {
     (empties_its_parameters,): (2, {
         TIMES: (ONCE,), FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.5",),
         "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
+    (by_a_class_of_the_same_name,): (2, {TIMES: (ONCE,), FORM: (SUMMED + "2 (n",)}),
     (last_bucket_behind,): (2, {TIMES: (ONCE,)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
@@ -761,6 +769,11 @@ def test_a_paradigm_is_known_by_its_calls(job):
     assert ("only a part" in form) == (job[0] is a_gate_beside_local_experts)
     assert job != (in_16_bits, "ddp") or BITS not in form
     assert job != (beside_ddp, "a statistic") or "of other traffic" not in form
+
+
+def test_of_another_class_than_torchs_no_reducer_is_said_to_wait():
+    answer = reports(2)[(by_a_class_of_the_same_name,)].explain()[UNKNOWN]
+    assert "DistributedDataParallel" not in answer, answer
 
 
 def test_a_size_is_written_with_three_digits_in_its_unit():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Module
 from torch.utils import _python_dispatch as wrappers
 
 from paralab.instruments.foreign_hooks import untraced
@@ -133,8 +134,8 @@ class ForeignLedger(Ledger):
     def adopt(self, objects: list[Any]) -> None:
         """Count the existing tensors of the modules and optimizers among ``objects``."""
         for value in objects:
-            if issubclass(type(value), torch.nn.Module):  # isinstance would load lazy proxies
-                own = [*value.parameters(recurse=False), *value.buffers(recurse=False)]
+            if issubclass(type(value), Module):  # isinstance would load lazy proxies
+                own = [*Module.parameters(value, False), *Module.buffers(value, False)]
                 self.owns("parameters", *own)
                 self.owns("gradients", *(t.grad for t in own if t.is_leaf and t.grad is not None))
             elif issubclass(type(value), torch.optim.Optimizer):
