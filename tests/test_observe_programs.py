@@ -839,6 +839,18 @@ def plain_weights():
     return sum(weight.nbytes for weight in made)
 
 
+def beside_a_module():
+    """Parameters that no module has: one whose rows are looked up, and one that is multiplied."""
+    table, weight, head = *(nn.Parameter(torch.randn(256, 256)) for _ in range(2)), layers(1)
+    own = [table, weight, *head.parameters()]
+
+    def loss(x):
+        return head(x @ weight + table[torch.arange(8)])
+
+    trained(loss, 256, update=torch.optim.Adagrad(own), steps=2)
+    return sum(parameter.nbytes for parameter in own)
+
+
 def infers(lazily):
     model = nn.LazyLinear(256) if lazily else layers(1)
     with torch.no_grad():
@@ -871,6 +883,13 @@ def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_
     report = seen(plain_weights, 1, memory_steps=2)
     [size], most = report.results, most_of(report, 1)
     assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
+
+
+def test_parameters_of_no_module_are_no_copies_of_weights_and_count_from_their_first_backward():
+    report = seen(beside_a_module, 1, memory_steps=2)
+    [size], at_peak = report.results, report.peaks(0)["measured"]
+    assert most_of(report, 1)["parameters"] == size
+    assert most_of(report, 1)["optimizer"] < 1.01 * size and at_peak["other"] < size / 100
 
 
 def goes_on(resumes):

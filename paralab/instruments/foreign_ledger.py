@@ -154,6 +154,9 @@ class ForeignLedger(Ledger):
             if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
                 self._parameters.append(weakref.ref(leaf))
                 self._hook_gradient(leaf)
+                life = self._meet(leaf)
+                if life is not None and life.category == "other":  # neither gathered nor a module's
+                    self._move(life, "parameters")
             nodes += (new := {before for before, _ in node.next_functions} - seen - {None})
             seen |= new
 
@@ -169,9 +172,10 @@ class ForeignLedger(Ledger):
     def owns_trained(self, optimizer: Any) -> None:
         """Assign a category to tensors that an optimizer updates and that have none. If a module
         was called they are copies of its weights in higher precision and belong to the optimizer;
-        otherwise, and if autograd has saved them or a module has them, they are parameters.
+        otherwise, and if autograd has saved or met them or a module has them, they are parameters.
         """
-        model, described = bool(self.program.met), self.program.described
+        model = bool(self.program.met)
+        described = self.program.described | {id(known()) for known in self._parameters}
         for parameter in updated(optimizer):
             life = self._meet(parameter)
             if life is None or life.category not in (*UNNAMED, "activations"):
