@@ -250,7 +250,7 @@ MUTANTS = {
         "first = rank * plan.microbatches", "first = 0"),
     # ---- accumulation
     "later micro-batches take the place of earlier ones": wrong("accumulation", FLAT,
-        "        flat.fresh.discard(name)\n", ""),
+        "            flat.fresh.remove(name)\n", "            pass\n"),
     "gradients of the last step are still there": wrong("accumulation", DERIVE,
         "freed_at.setdefault(position, []).append(v)",
         "freed_at.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed"),
