@@ -231,6 +231,8 @@ def _observed(context: Any, settings: dict[str, Any]) -> Iterator[Any]:
             raise illegal("memory_steps", observer.memory_steps, why, "0") from error
         finally:
             _observers.remove(observer)
+            if observer.calls.refusal is not None:  # the program may have caught it
+                raise observer.calls.refusal from None
 
 
 def _part(observer: Any, context: Any, result: Any, name: str = "this process") -> dict[str, Any]:

@@ -489,8 +489,7 @@ MUTANTS = {
         "used = held_by_call.pop(ins.reads, ())", "used = ()",
         check="frees x blocks.1, which a call in flight uses"),
     "freed behind the first use": Mutant("pipeline", DERIVE,
-        "last_use |= dict.fromkeys(used, position)",
-        "last_use = dict.fromkeys(used, position) | last_use",
+        "last_use[v] = position", "last_use.setdefault(v, position)",
         check="reads x blocks.0, which was freed"),
 }
 # fmt: on

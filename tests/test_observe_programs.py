@@ -1,5 +1,6 @@
 """`pl.observe` sees programs of many kinds as they are, and `explain` says what they do."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -155,16 +156,11 @@ def as_many_ranks_as_torch_pretends():
     dist.all_reduce(torch.ones(4))
 
 
-def test_a_group_of_more_ranks_than_are_observed_is_refused():
-    with pytest.raises(pl.RankError, match=r"ranks=4: the group has the ranks \(0, 1, 2, 3\)"):
-        seen(as_many_ranks_as_torch_pretends, 1)
-
-
 # ---- threads -----------------------------------------------------------------------------------
-def by_groups_of_its_own(stated):
+def by_groups_of_its_own(stated, members=((0, 1),)):
     """Sums over groups that torch does not register, as torchft makes them, of one name all."""
     rank, sums = dist.get_rank(), []
-    members = ((0, 1), (rank,)) if stated else ((0, 1),)
+    members = (*members, (rank,)) if stated else members
     for ranks in members:
         store = dist.PrefixStore(str(ranks), dist.distributed_c10d._get_default_store())
         place = ranks.index(rank), len(ranks)
@@ -185,6 +181,40 @@ def test_calls_of_a_group_that_torch_has_not_registered_are_seen(stated):
     sent = report.collectives.groupby(["axis", "wire_bytes"]).size().to_dict()
     alone = {("ranks 0", 0): 1, ("ranks 1", 0): 1}
     assert sent == {("world", 32): 2} | (alone if stated else {})
+
+
+def steps_in_backward():
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: update.step())
+    model(torch.ones(8, 256)).sum().backward()
+
+
+REFUSED = {
+    (as_many_ranks_as_torch_pretends,): (1, r"ranks=4: the group has the ranks \(0, 1, 2, 3\)"),
+    (by_groups_of_its_own, False, ((1, 0),)): (
+        2, r"ranks=\(0, 1\): the observed rank (0 is the group's rank 1|1 is the group's rank 0);"),
+    (steps_in_backward,): (1, "optimizer='SGD': it steps inside a backward"),
+}  # fmt: skip
+
+
+def goes_on_after(then, program, *args):
+    """As a program that takes what is raised for the failure of a peer, and skips the update."""
+    with contextlib.suppress(Exception) if then else contextlib.nullcontext():
+        program(*args)
+    if then == "trains":
+        with pytest.raises(ValueError, match="legal: "):
+            trained(layers(1), 256)
+    elif then:
+        raise ConnectionError("connection closed by peer")
+
+
+@pytest.mark.parametrize("then", ["", "ends", "trains"])
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program[0].__name__)
+def test_a_refusal_that_a_program_catches_ends_its_next_step_or_its_observation(program, then):
+    ranks, said = REFUSED[program]
+    with pytest.raises(pl.RankError, match=f"raised ValueError: {said}"):
+        seen(goes_on_after, ranks, (then, *program))
 
 
 def sums_on_a_thread():
@@ -757,7 +787,7 @@ SAID = {
         "all-reduced; in the 2 of 4 steps that reduce gradients: 2 (n−1)/n Ψ = 0.262 MB",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); they make up all-to-alls",)}),
     (sends_seldom,): (2, {
-        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
+        FORM: ("messages per step: 0→1 (0.33); perhaps a pipe", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),

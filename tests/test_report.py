@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import paralab as pl
 import synthetic
-from paralab.report import metrics, tables
+from paralab.report import amounts, metrics, tables
 from paralab.report.report import Report, load
 from paralab.report.storage import VERSION, save_part, seal
 from paralab.report.summary import readable
@@ -200,6 +200,15 @@ def test_traffic_is_exact_and_the_same_bytes_by_every_view(dp, grad_sync):
     assert set(zip(edges["sender"], edges["receiver"], strict=True)) == ring
     assert report.traffic()["rank"].tolist() == list(range(dp))
     assert set(report.traffic(by="phase")["phase"]) == ({"grad_sync"} if dp > 1 else set())
+
+
+def test_the_calls_are_read_once_for_all_views_of_the_traffic(monkeypatch):
+    report, read, edges = synthetic.report(4), [], amounts.edges
+    monkeypatch.setattr(amounts, "edges", lambda *of, **how: read.append(of) or edges(*of, **how))
+    for by in ("level", "rank", ("edge", "op"), "level"):
+        assert report.traffic(by)["bytes"].sum() == 6 * PSI
+    calls = report.collectives
+    assert len(read) == ((calls["phase"] == "grad_sync") & (calls["step"] > 0)).sum()
 
 
 def test_traffic_leaves_out_bookkeeping_and_warm_up_unless_asked():

@@ -24,6 +24,7 @@ from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
+from paralab.programs.program import Program
 from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
@@ -148,6 +149,14 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     assert np.quantile(sizes, 0.95) <= 1.4 and SPARE * sizes.min() >= 1
 
 
+def test_what_tp_ranks_share_is_looked_up_once_for_a_compiled_program(monkeypatch):
+    asked, places = [], Program.places
+    monkeypatch.setattr(Program, "places", lambda *of: asked.append(of) or places(*of))
+    plan = pl.Plan(tp=2, sequence_parallel=True)
+    program = compiled(pl.ModelSpec(layers=1, hidden=32, heads=4, seq_len=16), plan)
+    assert program.shared(0) and len(asked) == 1
+
+
 def test_the_bubble_of_a_plan_is_the_share_that_its_report_says():
     """Neither what comes behind the last backward nor the messages between stages are work."""
     plans = space(SMALL, LAPTOP, 8, 16, {"pp": [2, 4, 8]})
@@ -199,6 +208,11 @@ CHUNKS = {"dp": 4, "pp": 2, "virtual_stages": [2, 4], "zero_stage": 0, "bucket_b
 FAR_LINK = pl.Link(alpha=1e-3, bandwidth=1e9)
 FAR = LAPTOP.replace(flops=1e13, memory_bandwidth=1e12, intra=FAR_LINK, inter=FAR_LINK)
 APART = FAR.replace(devices_per_node=2, nodes=3, intra=LINK)
+HALF_HIDDEN = LAPTOP.replace(intra=pl.Link(alpha=3e-3, bandwidth=1e9))
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": [1, 2], "zero_stage": 0}
+DEEP = SMALL.replace(layers=12, seq_len=8)
+DATA = {"dp": 8, "zero_stage": [0, 1]}
+STAGE_3 = {"dp": 4, "pp": 2, "zero_stage": 3, "schedule": ["naive", "gpipe", "1f1b"]}
 BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": ["cpu", "nvme"]}
 
 
@@ -213,8 +227,15 @@ BUCKETS = {"dp": 4, "bucket_bytes": 2**16, "zero_stage": [1, 2, 3], "offload": [
     (THIN, APART, 36, {"pp": 6, "zero_stage": 0}, 0.78, 1.1),
     (SMALL, FAR, 16, {"dp": 2, "pp": 4, "zero_stage": 3}, 0.88, 1.27),
     (SMALL.replace(layers=8, seq_len=16), NODES, 8, CHUNKS, 0.95, 1.05),
+    (DEEP, NODES, 32, STAGE_3, 0.84, 1.1),
+    (SMALL, HALF_HIDDEN, 32, {"pp": 2} | INTERLEAVED, 0.95, 1.05),
+    (SMALL.replace(vocab=8192, layers=8), HALF_HIDDEN, 32, {"pp": 4} | INTERLEAVED, 0.95, 1.1),
+    (TINY.replace(vocab=16384), NODES, 16, DATA | {"bucket_bytes": 2**20}, 0.9, 1.1),
+    (SMALL.replace(hidden=128), NODES, 16, DATA | {"bucket_bytes": 2**16}, 0.9, 1.1),
 ], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload", "messages",
-        "messages between nodes", "stages that gather while they are idle", "chunks"])  # fmt: skip
+        "messages between nodes", "stages that gather while they are idle", "chunks",
+        "sums and later gathers", "two ranks", "a head that hides messages",
+        "an embedding in the last bucket", "blocks that share buckets"])  # fmt: skip
 def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
     model, cluster, batch, settings, least, most
 ):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import paralab as pl
@@ -107,6 +108,11 @@ def test_the_table_and_the_code_say_what_is_predicted(bench):
     assert row["tokens per second"] == f"{tokens:,.0f}"
     said = re.search("plan = (.*?)</div>", bench._code.value)[1]
     assert eval(said, {"pl": pl}) == bench.values.plan
+
+
+def test_no_table_of_a_view_is_made_while_sliders_move(bench):
+    bench.set(microbatches=8)
+    assert not any(isinstance(chart._table, pd.DataFrame) for chart in bench.charts)
 
 
 def test_ranks_by_the_thousand_are_drawn_in_part_and_deep_pipelines_as_stretches():

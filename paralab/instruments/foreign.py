@@ -37,7 +37,6 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
-from paralab.checks import illegal
 from paralab.instruments.foreign_flights import Flights
 from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
@@ -58,10 +57,9 @@ class Observer(Program):
     def __init__(self, recorder: Recorder, *, existing: bool = False, **settings: Any) -> None:
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
-        # all whose step has begun, and whether one has ended
-        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        # those that have stepped since the last forward or backward, which share a training step,
-        # and the ids of the parameters that each has updated in it
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all whose step has begun
+        # those of them since the last forward or backward, which share a training step, and ids of
+        # each and of the parameters that it has updated in it: none if its step raised
         self._step_sharers: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
 
     # ---- on and off ---------------------------------------------------------------------------
@@ -132,8 +130,7 @@ class Observer(Program):
             return call()
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
-        if not self.is_main():
-            self.about["threads"] |= of_python()
+        self.about["threads"] |= not self.is_main() and of_python()
         if not self.is_main() or "backward" in self.inside:
             return call()
         self.about["closures"] |= "optimizer" in self.inside
@@ -168,13 +165,14 @@ class Observer(Program):
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
-            self._optimizers.setdefault(optimizer, False)
+            self._optimizers.add(optimizer)
+            self._step_sharers.setdefault(optimizer, set())
             self.begin()
             self.kinds.add("optimizer")
             self.describe()
             self.look_for_gpu(*updated(optimizer))
             if self.recorder.ledger is not None:
-                self.ledger.find_gradients(optimizer)
+                self.ledger.find_gradients(*updated(optimizer))
                 self.ledger.owns_trained(optimizer)
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
@@ -184,19 +182,17 @@ class Observer(Program):
         that steps for some of its parameters after the other. Raises ValueError where the end of a
         training step is not known.
         """
-        ended = (known for known, ended in self._optimizers.items() if ended)
-        why, others = "", sorted({type(known).__name__ for known in ended})
-        if "backward" in self.inside:
-            why = "it steps inside a backward"
-        elif others and not self._step_sharers and optimizer not in self._optimizers:
+        others = sorted({type(known).__name__ for known in self._optimizers})
+        why = "it steps inside a backward" if "backward" in self.inside else ""
+        if not why and others and not self._step_sharers and optimizer not in self._optimizers:
             why = f"a forward or backward lies between its step and that of {' and '.join(others)}"
         if why:
             why += ", so it is not known where a training step ends"
-            raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
+            self.calls.refuse("optimizer", type(optimizer).__name__, why, BY_HAND)
         updated_before = self._step_sharers.get(optimizer, set())
         if not updated_before.isdisjoint(map(id, updated(optimizer))):  # a new training step
             self._step_sharers.clear()
-        elif self._step_sharers:  # the training step that the last optimizer ended goes on
+        elif any(self._step_sharers.values()):  # the step that the last optimizer ended goes on
             self.go_on()
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
@@ -207,8 +203,8 @@ class Observer(Program):
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
-            self._optimizers[optimizer] = True
-            self._step_sharers.setdefault(optimizer, set()).update(map(id, updated(optimizer)))
+            ids = map(id, (optimizer, *updated(optimizer)))
+            self._step_sharers.setdefault(optimizer, set()).update(ids)
             if not self.marked:
                 self.end_step()
 

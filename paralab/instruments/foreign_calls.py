@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,12 @@ class Calls:
         self.backends: dict[str, str] = {}  # kind of device: the backend that sent its tensors
         self._groups: dict[tuple[str, str, tuple[int, ...]], Where] = {}
         self._meshes: list[Any] = []
+        self.refusal: ValueError | None = None  # of the program, which may have caught it
+
+    def refuse(self, *said: Any) -> NoReturn:
+        """Raise `illegal`, which the observation raises again if the program catches it."""
+        self.refusal = illegal(*said)
+        raise self.refusal
 
     def meshing(self, call: Callable[[], None], mesh: Any, *_: Any) -> None:
         """Around the creation of a DeviceMesh, which may name the axis of an existing group."""
@@ -76,10 +82,11 @@ class Calls:
             if max(ranks) >= len(self.nodes):
                 why = f"the group has the ranks {ranks}, but only {len(self.nodes)} are observed"
                 legal = "pl.observe(program, ranks=N), paralab observe --ranks N, or torchrun"
-                raise illegal("ranks", len(ranks), why, legal)
+                self.refuse("ranks", len(ranks), why, legal)
             if ranks[group.rank()] != self.rank:
-                why = "a group's ranks are not known if torch.distributed did not make it"
-                raise illegal("group", group.size(), why, f"all {len(self.nodes)} ranks in order")
+                why = f"the observed rank {self.rank} is the group's rank {group.rank()}"
+                legal = "a group that torch.distributed makes, of ranks numbered as in RANK"
+                self.refuse("ranks", ranks, why, legal)
             axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")
             if axis in ("default_pg", "undefined", "default", ""):
                 every = len(ranks) == len(self.nodes)

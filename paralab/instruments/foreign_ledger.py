@@ -160,12 +160,9 @@ class ForeignLedger(Ledger):
             nodes += (new := {before for before, _ in node.next_functions} - seen - {None})
             seen |= new
 
-    def find_gradients(self, optimizer: Any = None) -> None:
+    def find_gradients(self, *trained: Tensor) -> None:
         """Find gradients that code, not autograd, has assigned to ``grad``: FSDP2's shards."""
-        parameters = [reference() for reference in self._parameters]
-        if optimizer is not None:
-            parameters += updated(optimizer)
-        for parameter in parameters:
+        for parameter in (*(reference() for reference in self._parameters), *trained):
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
 
@@ -175,13 +172,12 @@ class ForeignLedger(Ledger):
         otherwise, and if autograd has saved or met them or a module has them, they are parameters.
         """
         model = bool(self.program.met)
-        described = self.program.described | {id(known()) for known in self._parameters}
+        known = self.program.described | {id(found()) for found in self._parameters}
         for parameter in updated(optimizer):
             life = self._meet(parameter)
-            if life is None or life.category not in (*UNNAMED, "activations"):
-                continue
-            copied = model and id(parameter) not in described and life.category != "activations"
-            self.owns("optimizer" if copied else "parameters", parameter)
+            if life is not None and life.category in (*UNNAMED, "activations"):
+                copied = model and id(parameter) not in known and life.category != "activations"
+                self.owns("optimizer" if copied else "parameters", parameter)
 
     def owns_state(self, optimizer: Any) -> None:
         """The tensors that an optimizer keeps from step to step are its state."""

@@ -170,10 +170,10 @@ class Program:
 
     def end_step(self) -> None:
         """A step is over: an optimizer's step has ended, or the program has called `pl.step`."""
-        if self.started and not self.in_step:
-            return  # the optimizer's step has ended it already
-        if self.captures():
-            return
+        if self.calls.refusal is not None:
+            raise self.calls.refusal
+        if (self.started and not self.in_step) or self.captures():
+            return  # the optimizer's step has ended it already; or see [Note: graphs]
         if not self.started:
             self.setup = len(self.recorder.calls)
         self.recorder.leave()

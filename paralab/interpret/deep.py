@@ -26,7 +26,7 @@ from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, RECEIVED, SENT, messa
 from paralab.interpret.memory import Kind
 from paralab.interpret.memory_samples import Effects, kinds_of, steps
 from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
-from paralab.interpret.time import Times, walked
+from paralab.interpret.time import Timed, Times, walked
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
 from paralab.programs.fold import END, FEW, first_alike, lists
@@ -99,7 +99,7 @@ class Deep:
         moments = graph.moments(self.weights)
         for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
-            end = np.maximum(moments[over], np.r_[0.0, left[:-1]])
+            end = np.maximum(moments[over], np.append(0.0, left[:-1]))
             at, node = graph.calls[pp]
             when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
@@ -176,7 +176,7 @@ class Deep:
             after = of_end if key == last else inf
             work[key], _ = work_until_wait(self.cluster, body, calls, after)
         awaited: dict[int, Cost] = {}
-        bodies: dict[Any, Times] = {}  # equal runs, in whatever micro-batch, are timed once
+        bodies: dict[Any, Times] = {}  # runs alike, in whatever block, are timed once
         shape: dict[Any, list[Item]] = {key: [] for key in code_of}
         ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
@@ -201,7 +201,8 @@ class Deep:
                     continue
                 computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
-                    if (body := (*run, after)) not in bodies:
+                    body = after, *self._alike(pp, timed[key][position - len(run) : position])
+                    if body not in bodies:
                         # Nothing is in flight at its ends: it takes as long wherever it stands.
                         alone = replace(self.program, codes=[*([] for _ in range(pp)), run])
                         bodies[body] = walked(alone, self.costs, after)
@@ -218,6 +219,15 @@ class Deep:
             if key != END:
                 ends[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
         return Parts(code, awaited, np.array(weights), shape, ends)
+
+    def _alike(self, pp: int, run: Timed) -> Iterator[tuple]:
+        """What the times and the calls of a run depend on: the same for all blocks."""
+        begun = {ins.writes: at for at, (ins, _) in enumerate(run) if ins.op != WAIT}
+        for ins, cost in run:
+            if ins.op == WAIT:
+                yield cost, begun[ins.reads]
+            else:
+                yield ins.op, cost, ins.lane and self.costs.calls.of(pp, ins)
 
     def _tables(self) -> Iterator[Table]:
         """The `Table` of every rank. The tables of ranks alike differ in their messages only."""

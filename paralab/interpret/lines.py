@@ -88,7 +88,7 @@ class Table:
         for at, (ins, cost) in enumerate(code):
             if type(cost) is Times:
                 line = Line.of(cost, -1)
-                inside = overlap(line.in_flight[0], *line.work)
+                inside = overlap(*joined(line.in_flight[0]), *line.work)
                 composite[:, at] = cost.seconds, line.idled.sum(), line.copies.sum(), *inside
             elif type(cost) is Job:
                 self.flight[at] = 2 * (ins.lane in COPY_LANES)
@@ -128,7 +128,7 @@ class Line:
 
     def __post_init__(self) -> None:
         table, symbol = self.table, self.symbol
-        self.entered, self.waits = np.r_[0.0, self.left[:-1]], self.over >= 0.0
+        self.entered, self.waits = np.append(0.0, self.left[:-1]), self.over >= 0.0
         self.computes, self.works = table.computes[symbol], table.works[symbol]
         self.summed, self.idle = table.summed[symbol] * self.waits, table.idle[symbol]
         edges = np.zeros(len(symbol), int)
@@ -158,7 +158,7 @@ class Line:
         """
         ends = np.where(self.computes, self.left, 0.0)
         ends = np.where(self.waits, self.over + self.idle + self.summed, ends)
-        return np.r_[0.0, np.maximum.accumulate(ends)[:-1]]
+        return np.append(0.0, np.maximum.accumulate(ends)[:-1])
 
     # ---- compute ---------------------------------------------------------------------------------
     @property
@@ -170,7 +170,7 @@ class Line:
         copied after  the same between this action and the next
         """
         first, last = self.actions.first, self.actions.last
-        idled, copies = (np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies))
+        idled, copies = (np.append(0.0, seconds.cumsum()) for seconds in (self.idled, self.copies))
         start, end = self.begins[first], self.left[last]
         cost = end - start - idled[last + 1] + idled[first]
         after = np.append(copies[first[1:]] - copies[last[:-1] + 1], 0.0)
@@ -254,14 +254,14 @@ class Line:
         """(seconds with calls in flight, of these while the rank works, seconds with copies between
         tiers in flight, of these while it works), (4,).
         """
-        calls, jobs = self.in_flight
-        moved = overlap(calls, *self.work)
+        calls, jobs = map(joined, self.in_flight)
+        moved = overlap(*calls, *self.work)
         # Composites have calls of their own, which count where no others are in flight.
         composite = self.table.seconds[self.symbol] > 0.0
         symbol, end = self.symbol[composite], self.left[composite]
         own = self.table.inner[symbol], self.table.hidden[symbol]
-        _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
-        return np.r_[moved + np.sum(own, 1) - twice, overlap(jobs, *self.work)]
+        _, *twice = overlap(*calls, end - self.table.seconds[symbol], end, *own)
+        return np.append(moved + np.sum(own, 1) - twice, overlap(*jobs, *self.work))
 
 
 def transfers(
@@ -279,24 +279,29 @@ def transfers(
     return found
 
 
-def overlap(
-    intervals: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray
-) -> np.ndarray:
-    """(seconds that the union of the intervals covers, seconds of each kind of work done in it).
-
-    intervals   (start, end) of each, (c, 2); they may overlap
-    start, end  of pieces of work, one after the other, (n,)
-    works       per kind the seconds of work in each piece, (n,), spread evenly from start to end
-    """
-    if not len(intervals) or not len(start):
-        return np.zeros(1 + len(works))
+def joined(intervals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of the union of intervals, (c, 2), one after the other."""
     low, high = intervals[np.argsort(intervals[:, 0], kind="stable")].T
     high = np.maximum.accumulate(high)
-    first = np.r_[True, low[1:] > high[:-1]]
-    begins, ends = low[first], high[np.r_[first[1:], True]]
+    later = low[1:] > high[:-1]
+    return low[np.append(True, later)[: len(low)]], high[np.append(later, True)[: len(low)]]
+
+
+def overlap(
+    begins: np.ndarray, ends: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray
+) -> np.ndarray:
+    """(seconds that intervals cover, seconds of each kind of work done in them).
+
+    begins, ends  of the intervals, `joined`
+    start, end    of pieces of work, one after the other, (n,)
+    works         per kind the seconds of work in each piece, (n,), spread evenly from start to end
+    """
+    if not len(begins) or not len(start):
+        return np.zeros(1 + len(works))
     moments, inside = np.stack([start, end], 1).ravel(), []
     for work in works:
-        done = np.stack([work.cumsum() - work, work.cumsum()], 1).ravel()
+        sums = work.cumsum()
+        done = np.stack([sums - work, sums], 1).ravel()
         both = np.interp(ends, moments, done) - np.interp(begins, moments, done)
         inside.append(both.sum())
     return np.array([(ends - begins).sum(), *inside])

@@ -40,7 +40,7 @@ def samples(
     chosen = actions[np.unique(np.linspace(0, len(actions) - 1, SAMPLES).astype(int))]
     taken = {0.0: before} | {float(leave[at]): behind[at] for at in chosen.tolist()}
     for sizes, tier in ((tops, device), (behind, ~device)):
-        held = sizes[:, tier].sum(1)
+        held = sizes @ tier
         at = int(held.argmax())
         if held[at] > before[tier].sum():
             taken[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = sizes[at]
@@ -90,7 +90,7 @@ class Effects:
         tops, actions = behind[:-1] + self.top[symbol], np.flatnonzero(self.actions[symbol])
         taken = dict(samples(behind, tops, leave, actions, self.device))
         end = actions[-1] + 1
-        highest = tops[end:, self.device].sum(1).argmax()
+        highest = (tops[end:] @ self.device).argmax()
         taken.setdefault((leave[end - 1] + line.left[-1]) / 2, tops[end + highest])
         return sorted(taken.items(), key=lambda sample: sample[0])
 

@@ -8,7 +8,6 @@ frees are derived, which no pass has to write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from paralab.checks import choice
@@ -51,7 +50,7 @@ def compiled(
         codes[rank] = passed(program, rank, codes[rank])
         if final:
             codes[rank] = derived(codes[rank])
-    program = replace(program, codes=codes)
+    program.codes.extend(codes)  # it keeps the sizes and shares that passes asked for
     if final and (plan.passes or plan.grad_sync is None or callable(plan.schedule)):
         check(program)  # because some of it is the user's own
     return program

@@ -105,10 +105,11 @@ def add_frees(code: Code) -> Code:
         if ins.op == WAIT:
             used = held_by_call.pop(ins.reads, ())
         else:
-            used = (*ins.reads, *ins.writes)
+            used = ins.reads + ins.writes
             if ins.lane:
-                held_by_call.setdefault(ins.writes, []).extend(used)
-        last_use |= dict.fromkeys(used, position)
+                held_by_call[ins.writes] = held_by_call.get(ins.writes, ()) + used
+        for v in used:  # quicker than by dict.fromkeys
+            last_use[v] = position
     freed_at = {}
     for v, position in last_use.items():
         if not lasts(v):

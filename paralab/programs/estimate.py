@@ -49,30 +49,28 @@ class Estimate:
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
         self.copied = space.grad_dtype == "fp32-copy"
-        # Bytes per element of a gradient.
-        self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)
-        # As `Plan.reduces_often`.
-        self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
+        self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)  # bytes of an element
+        self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))  # as in `Plan`
         # Bytes per parameter: of the optimizer's states, and that an update moves.
         self.state_bytes = 8 * (optimizer == "adamw") + 4 * (self.item < 4)
         self.update_bytes = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
         self.update_bytes = self.update_bytes + 6 * (self.grad < 4)
         self._load_stages()
         copy = model.tied & (self.p > 1)  # whether the last rank has a copy of the embedding
-        # Elements of a rank's copy of a tied embedding, where there are two copies.
-        self.tied = (self.first | self.last) * copy * self.parts.token
+        self.tied = (self.first | self.last) * copy * self.parts.token  # elements of such a copy
         embedding = self.first * self.parts.embedding.elements
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
         # Elements of a rank's parameters, and of its embedding or head.
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.end_elements = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
-        buckets = self.total("units") + self.last * copy
-        filled = np.ceil(self.psi * self.grad / space.bucket_bytes)
+        filled, most = self.total("units") + self.last * copy, self.parts.embedding.largest
+        joins = self.first * (most * self.grad >= space.bucket_bytes)  # joins the last blocks' rest
+        buckets = np.where(joins, np.floor(filled), np.ceil(filled))
         self.tensors = self.total("tensors") + self.last * copy  # number of a rank's parameters
         by_tensor = (self.zero == 0) & (space.grad_sync == "naive")
         by_part = (self.zero == 3) | ((self.zero == 0) & (space.dp == 1))
-        units = np.where(by_tensor, self.tensors, np.minimum(buckets, filled))
+        units = np.where(by_tensor, self.tensors, buckets)
         self.units = np.maximum(np.where(by_part, parts, units), 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
@@ -134,8 +132,7 @@ class Estimate:
             algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
             return [number for algorithm in (algorithms[0], algorithms[-1]) for number in algorithm]
 
-        world = self.space.dp * self.space.tp * self.p
-        columns = self.once(figures, size, stride, world).T
+        columns = self.once(figures, size, stride, self.space.dp * self.space.tp * self.p).T
         first_way, second_way = Way(*columns[:2]), Way(*columns[2:])
         return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent))
 
@@ -175,9 +172,8 @@ class Estimate:
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
         message, longest = self.messages()
-        if not overlap:  # a message is paid for at both ends
-            posted = posted + 2 * messages * message
-        gathered, returned = self.gathering(forward, back, overlap)
+        posted = posted + (not overlap) * 2 * messages * message  # is paid for at both ends
+        gathered, returned, during = self.gathering(forward, back, overlap)
         per_rank, back = forward + gathered + back + returned + posted, back + returned
         slowest = per_rank[:WHOLE].argmax(0)[None]
 
@@ -185,16 +181,14 @@ class Estimate:
             """The row of the slowest rank, at whose pace the pipeline runs."""
             return np.take_along_axis(rows, slowest, 0)[0]
 
-        slowest_rank = pace(per_rank)
-        # Of one micro-batch. While a rank waits for others, its own gathers and reductions go on.
-        during = overlap * (gathered + returned)
+        slowest_rank, others = pace(per_rank), (per_rank - (self.p == 2) * forward)[1]
         all_ranks = np.maximum((per_rank - during)[WHOLE] + pace(during), slowest_rank)
         halves = [rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward))]
         # A step begins with a hop to every later stage and ends with one to every earlier stage;
         # "naive" does so for each micro-batch.
         hops = (self.p > 1) * 2 * message * (self.p * self.v - 1)
         lap = (all_ranks - halves[0] + hops) / self.p
-        waits = overlap * self.waits(slowest_rank, pace(weight), lap, longest)
+        waits = overlap * self.waits(slowest_rank, pace(weight), others, lap, longest)
         # Of several chunks the first is done when the p last micro-batches have all others to go.
         last_backward = back * ((self.v - 1) * self.p + 1) / self.v
         at_end = self.after(np.where(self.space.splits, weight, last_backward), overlap)
@@ -238,7 +232,7 @@ class Estimate:
         hops = (p - 1 - crossings) * within + crossings * across
         return hops / np.maximum(p - 1, 1), np.where(crossings > 0, across, within)
 
-    def waits(self, mine: Array, weight: Array, lap: Array, message: Array) -> Array:
+    def waits(self, mine: Array, weight: Array, others: Array, lap: Array, message: Array) -> Array:
         """Seconds per step that a full pipeline waits for messages which compute does not hide.
 
         From the second micro-batch on (of GPipe's: the first) each one takes, if that is more than
@@ -247,20 +241,22 @@ class Estimate:
         gpipe         two messages, as a link carries one at a time
         1f1b, zb-h1   ``lap``, a p-th of a micro-batch's way through all stages and back, as only p
                       are alive at once (parallel/schedules.py)
-        these two, zb-h2 and interleaved
-                      ``mine`` and a message per stage, as of the two that neighbours swap one is
-                      not hidden (parallel/lowering.py), except by ``weight``, a weight half
+        these, zb-h2  ``mine`` and a message, as of the two that neighbours swap one is not hidden
+                      (parallel/lowering.py), except by ``weight``, a weight half
+        interleaved   ``others``, a rank with the most blocks, and a message per stage, which only
+                      the last two ranks hide, behind a forward
         """
-        swap = mine - weight + self.v * message
-        pace = dict.fromkeys(("zb-h2", "interleaved"), swap) | {"gpipe": 2 * message}
+        swap = mine - weight + message
+        pace = {"zb-h2": swap, "interleaved": others + self.v * message, "gpipe": 2 * message}
         pace |= dict.fromkeys(("1f1b", "zb-h1"), np.maximum(swap, lap))
         later = np.maximum(self.m - 1 - (self.space.schedule != "gpipe"), 0)
         return (self.p > 1) * later * np.maximum(self.of_schedule(pace) - mine, 0.0)
 
-    def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, Array]:
+    def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, ...]:
         """Exposed seconds of ZeRO's gathers and reductions per micro-batch, in forward and in
         backward: 3 m Psi elements, or (m + 1) Psi in stage 2; also of fetching offloaded
-        parameters.
+        parameters. And those of both that go on while a rank waits for other stages: of forward
+        only what is fetched ahead, and never the sums.
 
         A stage waits for its first part. The other gathers and the reductions overlap with compute
         as far as it lasts (ZeRO, arXiv:1910.02054, sec. 7.2.2); the last reduction delays the next
@@ -284,15 +280,18 @@ class Estimate:
         # Compute that can hide communication.
         forward, back = overlap * (forward + units * call), overlap * (back + call_back)
         hidden = first + (self.space.prefetch > 0) * forward
-        fetched = first + np.maximum(slowest - hidden, 0.0) + units * call
+        gathers = first + np.maximum(slowest - hidden, 0.0)
+        ranks = np.where(self.first & self.last, self.p, 1)  # all of a pipeline in the fourth row
+        most_ahead = ranks * (first + self.space.prefetch * together(lanes, overlap))
         lane = units * (lanes_back[0] if overlap else sum(lanes_back)) + scatter_seconds
-        waits = first_back + np.maximum(lane - first_back - back, 0.0) + scatter(unit) + call_back
+        waits = first_back + np.maximum(lane - first_back - back, 0.0) + scatter(unit)
+        during = overlap * (self.zero == 3) * (np.minimum(gathers, most_ahead) + waits)
         gloo = (self.n > 1) * (not self.cluster.gpus)  # the rank adds up what it received
         added_bytes = (gloo * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
         added = self.kernels(added_bytes, (1 + 2 * gloo) * units) + call_back
-        stage3, stage2 = self.zero == 3, self.reduces_often & (self.zero == 2)
-        returned = np.where(stage3, waits, stage2 * np.maximum(scatter_seconds - back, 0.0))
-        return stage3 * fetched, returned + self.reduces_often * added
+        added = added + (self.zero == 2) * np.maximum(scatter_seconds - back, 0.0)
+        returned = (self.zero == 3) * (waits + call_back) + self.reduces_often * added
+        return (self.zero == 3) * (gathers + units * call), returned, during
 
     def after(self, last_backward: Array, overlap: bool) -> tuple[Array, Array, Array]:
         """Exposed seconds (dp, offload, optimizer) after a rank's last backward.

@@ -37,7 +37,7 @@ from paralab.programs.instructions import (
 )
 from paralab.programs.program import Program
 from paralab.programs.space import Space, numbered
-from paralab.spec import TIED, ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 from paralab.spec.cluster import Cluster
 from paralab.spec.links import Link, Reach, furthest
 
@@ -65,7 +65,7 @@ class PartFigures(namedtuple("PartFigures", f"{SECONDS} {BYTES} {SIZES}")):
     deferred           bytes held between input half and weight half
     weight_peak        peak bytes of the weight half, above the bytes before it
     elements, largest  elements of all its parameters, and of the largest one
-    units              flat buffers that its gradients fill; ``tensors``: its parameters
+    units              buckets that its gradients fill, a share of the last; ``tensors``: parameters
     """
 
 
@@ -96,12 +96,12 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     last = max(at for at, ins in enumerate(program.codes[0]) if ins.op in COMPUTE)
     shared = _add_seconds(figures, program, cluster, last)
     _add_bytes(figures, program, last, gloo=not cluster.gpus)
-    replicated = plan.replace(dp=2)
+    replicated, grad = plan.replace(dp=2), BYTES_PER_ELEMENT[plan.grad_precision]
     for part, (name, _, _) in zip(figures, model.parts, strict=True):
         sizes = model.numels[name]
         part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values(), default=0)
-        part["units"] = len(units(sizes, program.spec, replicated))
-        part["tensors"] = len(sizes)
+        part["tensors"], buckets = len(sizes), units(sizes, program.spec, replicated)
+        part["units"] = sum(min(unit.numel * grad / plan.bucket_bytes, 1.0) for unit in buckets)
     numbers = [number for part in figures for number in part.values()]
     message, token = _message_bytes(program), prod(model.shapes[TIED[0]])
     return [*numbers, shared, message, token, program.constant_bytes(0)]
@@ -172,18 +172,18 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
     for layout in np.unique(layout_codes):
         plans_of_layout = np.flatnonzero(layout_codes == layout)
         samples, example = space.microbatch_size[plans_of_layout], space[plans_of_layout[0]]
+        fewest, most = int(samples.min()), int(samples.max())
         plan = Plan(
             **{name: getattr(example, name) for name in LAYOUT},
             schedule=SPLIT[0] if space.splits[plans_of_layout[0]] else "1f1b",
-            microbatch_size=example.microbatch_size,
+            microbatch_size=fewest,
         )
-        program, figures = compiled(one_block, plan), []
         machine = _of_group(cluster, reach(cluster, plan.tp, 1, example.world_size))
-        fewest, most = int(samples.min()), int(samples.max())
-        for size in sorted({fewest, most}):
-            plan = plan.replace(microbatch_size=size)
-            program = replace(program, plan=plan, model=build(one_block, plan))
-            figures.append(np.array(parts(program, machine))[:, None])
+        programs = [compiled(one_block, plan)]
+        if most > fewest:
+            plan = plan.replace(microbatch_size=most)
+            programs.append(replace(programs[0], plan=plan, model=build(one_block, plan)))
+        figures = [np.array(parts(program, machine))[:, None] for program in programs]
         share = (samples - fewest) / max(most - fewest, 1)
         table[:, plans_of_layout] = figures[0] + share * (figures[-1] - figures[0])
     three = (PartFigures(*table[i * width : (i + 1) * width]) for i in range(3))

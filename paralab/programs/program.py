@@ -166,6 +166,7 @@ class Program:
 
         index  of the data-parallel rank among those that share the states; None: of whole units
         """
+        index = index if self.shards > 1 else 0  # the only shard is whole units
         key = "shared", rank, index
         if key in self._known:
             return self._known[key]

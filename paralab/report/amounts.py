@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import choice, illegal, whole
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
-from paralab.report.facts import in_outline, measured_steps, node_of, own_calls, reported_ranks
+from paralab.report.facts import (
+    in_outline,
+    measured_steps,
+    node_of,
+    own_calls,
+    remembered,
+    reported_ranks,
+)
 from paralab.report.tables import DRY, Tables
 from paralab.spec.forms import saved
 from paralab.spec.tiers import WAYS
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
+SENT = ("rank", "sender", "op", "axis", "phase", "level", "receiver")
 
 
 # ---- moved --------------------------------------------------------------------------------------
@@ -43,13 +51,24 @@ def traffic(
     The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
     float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
     """
-    names, outline = _checked(by, BY), in_outline(report)
+    names = _checked(by, BY)
     choice("bookkeeping", bookkeeping, (False, True))
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
-    calls = report.collectives if bookkeeping else own_calls(report)
-    nodes, by_group = functools.partial(node_of, report), outline and "edge" not in names
+    by_edge = "edge" in names or not in_outline(report)
+    sent = _sent(report, bookkeeping, _steps(report, warmup), by_edge)
+    return _per_step(report, sent, SENT, keys, warmup)
 
-    def moved(row: Any) -> Iterator[tuple[dict[str, Any], int]]:
+
+@remembered
+def _sent(
+    report: Tables, bookkeeping: bool, steps: frozenset[int], by_edge: bool
+) -> Counter[tuple[Any, ...]]:
+    """{values of `SENT`: bytes sent in these steps}; without receivers of a group's calls unless
+    ``by_edge``.
+    """
+    outline, nodes = in_outline(report), functools.partial(node_of, report)
+    calls, sums = report.collectives if bookkeeping else own_calls(report), Counter()
+    for row in calls[calls["step"].isin(steps)].itertuples(index=False):
         rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
         sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if outline else None)
         if sum(sent.values()) != wire:
@@ -58,17 +77,16 @@ def traffic(
                 f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
                 "traffic() counts only bytes that the formulas know"
             )
-        labels = {"rank": rank, "op": row.op, "axis": row.axis, "phase": row.phase}
-        if by_group and row.op not in POINT_TO_POINT:
+        labels = rank, rank, row.op, row.axis, row.phase
+        if not by_edge and row.op not in POINT_TO_POINT:
             inter = round(wire * far_share(row.op, row.ranks, payload, row.peer, nodes))
-            levels = {"intra": wire - inter, "inter": inter}.items()
-            yield from (({**labels, "level": name}, size) for name, size in levels if size)
-            return
+            for name, size in (("intra", wire - inter), ("inter", inter)):
+                if size:
+                    sums[*labels, name, None] += size
+            continue
         for receiver, size in sent.items():
-            edge = {"sender": rank, "receiver": receiver}
-            yield {**labels, **edge, "level": level((rank, receiver), nodes)}, size
-
-    return _per_step(report, calls, moved, keys, warmup)
+            sums[*labels, level((rank, receiver), nodes), receiver] += size
+    return sums
 
 
 def copied(
@@ -82,11 +100,11 @@ def copied(
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
 
-    def moved(row: Any) -> list[tuple[dict[str, Any], int]]:
+    keys, sums, copies = _checked(by, COPIED_BY), Counter(), report.copies
+    for row in copies[copies["step"].isin(_steps(report, warmup))].itertuples(index=False):
         link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
-        return [({"rank": row.rank, "link": link, "category": row.category}, row.bytes)]
-
-    return _per_step(report, report.copies, moved, _checked(by, COPIED_BY), warmup)
+        sums[row.rank, link, row.category] += row.bytes
+    return _per_step(report, sums, COPIED_BY, keys, warmup)
 
 
 def _checked(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
@@ -98,30 +116,34 @@ def _checked(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
     return names
 
 
+def _steps(report: Tables, warmup: bool) -> frozenset[int]:
+    """The counted steps."""
+    choice("warmup", warmup, (False, True))
+    return frozenset(report.steps["step"].tolist() if warmup else measured_steps(report))
+
+
 def _per_step(
     report: Tables,
-    table: pd.DataFrame,
-    moved: Callable[[Any], Iterable[tuple[dict[str, Any], int]]],
+    sums: Mapping[tuple[Any, ...], int],
+    labels: Sequence[str],
     keys: Sequence[str],
     warmup: bool,
 ) -> pd.DataFrame:
     """The bytes of one step, grouped by ``keys``.
 
-    moved  gives the parts of a row of ``table``, each as (labels, bytes)
+    sums  {value of each of ``labels``: bytes} of all counted steps
 
     Rows are sorted by their labels, links in the order of `WAYS`, from the device outwards.
     """
     import pandas as pd
 
-    choice("warmup", warmup, (False, True))
-    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
     keys, position = list(dict.fromkeys(keys)), {link: str(at) for at, link in enumerate(WAYS)}
-    n, totals = max(len(steps), 1), Counter()  # there may be no steps
+    n, totals = max(len(_steps(report, warmup)), 1), Counter()  # there may be no steps
     if keys == ["rank"]:  # a rank that moves nothing has a row too
         totals.update({(rank,): 0 for rank in reported_ranks(report)})
-    for row in table[table["step"].isin(steps)].itertuples(index=False):
-        for labels, size in moved(row):
-            totals[tuple([labels[key] for key in keys])] += size
+    places = [labels.index(key) for key in keys]
+    for values, size in sums.items():
+        totals[tuple([values[place] for place in places])] += size
     rows = sorted(totals.items(), key=lambda row: [position.get(label, label) for label in row[0]])
     whole = all(size % n == 0 for _, size in rows)
     means = [(*labels, size // n if whole else size / n) for labels, size in rows]

@@ -144,8 +144,7 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
-        like = "it may be a pipeline, a ring made by hand, a gather, or an exchange of unequal "
-        like += "parts"
+        like = "perhaps a pipeline, a ring made by hand, a gather, or an exchange of unequal parts"
         if rows["span"].isin(received).all():
             like = "they make up all-to-alls whose sizes the program states, perhaps an exchange "
             like += "of unequal parts"
@@ -197,7 +196,7 @@ def _compute_in_flight(
         spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
         work, waits = spans[spans["kind"] == phase], spans[spans["kind"] == "wait"]
         pairs = zip(waits["id"], waits["after"], strict=True)
-        wait_for = {call: span for span, after in pairs for call in after}
+        wait_for = {call: span for span, after in [*pairs][::-1] for call in after}  # the first
         for call in calls["span"]:  # a rank's span ids rise with time
             if call in wait_for:
                 between = (work["id"] > call) & (work["id"] < wait_for[call])

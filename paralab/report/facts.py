@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, int], Answer]:
-    """A function of a report and a step whose results the report, which never changes, keeps."""
+def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """A function of a report whose results, one for each other argument, the report keeps: it never
+    changes.
+    """
 
     @functools.wraps(function)
-    def known(report: Tables, step: int) -> Answer:
-        answers = vars(report).setdefault("_answers", {})
-        key = function.__name__, step
+    def known(report: Tables, *key: Any) -> Answer:
+        answers = vars(report).setdefault("_answers", {}).setdefault(function.__name__, {})
         if key not in answers:
-            answers[key] = function(report, step)
+            answers[key] = function(report, *key)
         return answers[key]
 
     return known

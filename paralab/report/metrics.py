@@ -103,11 +103,13 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     """
     on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
     spans = report.spans[on_lane]
-    work, rank = spans["kind"].isin(COMPUTE_KINDS), spans["rank"]
+    work = spans["kind"].isin(COMPUTE_KINDS)
     by_rank = spans[work].groupby("rank")
     first, last = by_rank["start"].min(), by_rank["end"].max()
-    inside = (spans["start"] >= rank.map(first)) & (spans["end"] <= rank.map(last))
-    counted = spans[work | spans["kind"].eq("copy") & inside]  # copies into gradient buckets
+    copies = spans[spans["kind"] == "copy"]  # into gradient buckets
+    begun, over = (copies["rank"].map(edge) for edge in (first, last))
+    inside = copies.index[(copies["start"] >= begun) & (copies["end"] <= over)]
+    counted = spans[work | spans.index.isin(inside)]
     busy = seconds_of(report, counted).groupby(counted["rank"]).sum()
     longest: dict[tuple, float] = defaultdict(float)
     pipelines = {rank: report.plan.place(rank)[1:] for rank in first.index.tolist()}

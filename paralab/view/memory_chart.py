@@ -119,7 +119,7 @@ def stage_memory(report: Tables) -> Chart:
     shown = _spaced(peaks)
     chart = bytes_bars({stage_of(report, c.rank): c.held for c in shown}, capacity(report))
     remark = f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
-    return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart.table)
+    return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart._table)
 
 
 def fits(report: Tables) -> str | None:

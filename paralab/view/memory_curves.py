@@ -6,6 +6,7 @@ the step come from the spans. Times are seconds from the start of the step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,10 +118,11 @@ def curves(
     table = _rows_with(table, "step", None if step is None else [step])
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
     edges = {key: (start, end) for key, start, end in steps.itertuples()}
-    by_key = {
-        key: _curve(report, *map(int, key), rows, edges.get(key))
-        for key, rows in table.groupby(["rank", "step"])
-    }
+    samples: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    columns = ("rank", "step", "time", "category", "bytes")
+    for rank, at, *sample in zip(*(table[column].tolist() for column in columns), strict=True):
+        samples[rank, at].append(sample)
+    by_key = {key: _curve(report, *key, samples[key], edges.get(key)) for key in sorted(samples)}
     if step is None:
         step = max(by_key, key=lambda key: (by_key[key].peak, key[1]))[1]
     return [curve for (_, key), curve in by_key.items() if key == step]
@@ -137,13 +139,12 @@ def _rows_with(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
 
 
 def _curve(
-    report: Tables, rank: int, step: int, rows: Any, edges: tuple[float, float] | None
+    report: Tables, rank: int, step: int, rows: list[Any], edges: tuple[float, float] | None
 ) -> Curve:
     """The curve of one rank and step; ``edges``: start and end of the step, if known."""
     times: list[float] = []
     samples: list[dict[str, int]] = []
-    columns = (rows[c].tolist() for c in ("time", "category", "bytes"))
-    for time, category, count in zip(*columns, strict=True):
+    for time, category, count in rows:
         if not times or time != times[-1] or category in samples[-1]:
             times.append(time)
             samples.append({})
