@@ -545,6 +545,7 @@ def in_this_process():
 
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     optimizer = torch.optim.AdamW(model.parameters())
+    model.buffers = model.modules = []  # no methods, as of Megatron-LM's DistributedDataParallel
 
     def train(optimizer, steps):
         trained(model, torch.randn(256, 512), update=optimizer, steps=steps)

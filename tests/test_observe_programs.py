@@ -346,12 +346,21 @@ def beside_ddp(what):
     trained(model, 512, backwards=2, behind=copied)
 
 
-def first_stage_by_hand(scatters):
+def first_stage_by_hand(scatters, ahead=False):
+    """ahead: updated parameters are gathered in the next forward, as Megatron-LM overlaps them."""
     model, n = layers(1, 512), dist.get_world_size()
     own = list(model.parameters())
     mine = parameters_to_vector(own).detach().chunk(n)[dist.get_rank()].clone()
     mine = torch.nn.Parameter(mine)
     update = torch.optim.AdamW([mine])
+
+    def gather(*_):
+        flat = torch.empty(n * len(mine))
+        dist.all_gather(list(flat.chunk(n)), mine.detach())
+        vector_to_parameters(flat, own)
+
+    if ahead:
+        model.register_forward_pre_hook(gather)
     for _ in range(3):
         model(torch.ones(8, 512)).square().mean().backward()
         flat = torch.cat([p.grad.flatten() for p in own])
@@ -362,8 +371,7 @@ def first_stage_by_hand(scatters):
         mine.grad = flat.chunk(n)[dist.get_rank()]
         update.step()
         model.zero_grad()
-        dist.all_gather(list(flat.chunk(n)), mine.detach())
-        vector_to_parameters(flat, own)
+        ahead or gather()
 
 
 def owners_update(owners):
@@ -555,6 +563,13 @@ def sums_gradients(model, x, **how):
     trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
 
 
+def by_a_class_of_the_same_name():
+    class DistributedDataParallel(nn.Sequential):
+        """As Megatron-LM's: no class of torch, and without a reducer."""
+
+    sums_gradients(DistributedDataParallel(layers(1)), 256)
+
+
 def last_bucket_behind():
     """Gradients are summed as they come, those of the first layer after the backward."""
 
@@ -703,9 +718,9 @@ SAID = {
     (beside_ddp, "copies"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", "1.05 MB of other"), TIMES: (EVERY,)}),
     (a_gate_beside_local_experts,): (2, {FORM: (PART,)}),
-    (first_stage_by_hand, True): (2, {FORM: (
+    **dict.fromkeys([(first_stage_by_hand, True), (first_stage_by_hand, True, True)], (2, {FORM: (
         "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters gathered: "
-        "2 (n−1)/n Ψ = 1.05 MB",)}),
+        "2 (n−1)/n Ψ = 1.05 MB",)})),
     (first_stage_by_hand, False): (2, {FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
         "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
@@ -721,6 +736,7 @@ SAID = {
     (empties_its_parameters,): (2, {
         TIMES: (ONCE,), FORM: ("kept for backward: 2 (n−1)/n Ψ = 0.524 MB per rank (n=2, Ψ=0.5",),
         "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
+    (by_a_class_of_the_same_name,): (2, {TIMES: (ONCE,), FORM: (SUMMED + "2 (n",)}),
     (last_bucket_behind,): (2, {TIMES: (ONCE,)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
@@ -772,7 +788,7 @@ SAID = {
         "all-reduced; in the 2 of 4 steps that reduce gradients: 2 (n−1)/n Ψ = 0.262 MB",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); they make up all-to-alls",)}),
     (sends_seldom,): (2, {
-        FORM: ("messages per step: 0→1 (0.33); perhaps a pipeline,", "a gather,"), TIMES: None}),
+        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),
@@ -792,6 +808,11 @@ def test_a_paradigm_is_known_by_its_calls(job):
     assert ("only a part" in form) == (job[0] is a_gate_beside_local_experts)
     assert job != (in_16_bits, "ddp") or BITS not in form
     assert job != (beside_ddp, "a statistic") or "of other traffic" not in form
+
+
+def test_of_another_class_than_torchs_no_reducer_is_said_to_wait():
+    answer = reports(2)[(by_a_class_of_the_same_name,)].explain()[UNKNOWN]
+    assert "DistributedDataParallel" not in answer, answer
 
 
 def test_a_size_is_written_with_three_digits_in_its_unit():
@@ -857,6 +878,18 @@ def plain_weights():
     return sum(weight.nbytes for weight in made)
 
 
+def beside_a_module():
+    """Parameters that no module has: one whose rows are looked up, and one that is multiplied."""
+    table, weight, head = *(nn.Parameter(torch.randn(256, 256)) for _ in range(2)), layers(1)
+    own = [table, weight, *head.parameters()]
+
+    def loss(x):
+        return head(x @ weight + table[torch.arange(8)])
+
+    trained(loss, 256, update=torch.optim.Adagrad(own), steps=2)
+    return sum(parameter.nbytes for parameter in own)
+
+
 def infers(lazily):
     model = nn.LazyLinear(256) if lazily else layers(1)
     with torch.no_grad():
@@ -889,6 +922,13 @@ def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_
     report = seen(plain_weights, 1, memory_steps=2)
     [size], most = report.results, most_of(report, 1)
     assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
+
+
+def test_parameters_of_no_module_are_no_copies_of_weights_and_count_from_their_first_backward():
+    report = seen(beside_a_module, 1, memory_steps=2)
+    [size], at_peak = report.results, report.peaks(0)["measured"]
+    assert most_of(report, 1)["parameters"] == size
+    assert most_of(report, 1)["optimizer"] < 1.01 * size and at_peak["other"] < size / 100
 
 
 def goes_on(resumes):

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
@@ -69,7 +70,7 @@ class Observer(Program):
         makers = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
         for owner, name in makers:
             around(undo, owner, name, self._making)
-        around(undo, torch.nn.Module, "__call__", self._forward)
+        around(undo, Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)
         undo.callback(optimizers.register_optimizer_step_pre_hook(self._update).remove)
@@ -113,8 +114,8 @@ class Observer(Program):
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
         if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
-            trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-            self.about["threads"] = trains and of_python()
+            trained = any(p.requires_grad for p in Module.parameters(module))
+            self.about["threads"] = trained and torch.is_grad_enabled() and of_python()
         if inner or not self._watches():
             return call()
         if parameters := self.meet(module):  # before a step's first sample of memory

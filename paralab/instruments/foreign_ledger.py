@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Module
 from torch.utils import _python_dispatch as wrappers
 
 from paralab.instruments.foreign_hooks import untraced
@@ -137,8 +138,8 @@ class ForeignLedger(Ledger):
     def adopt(self, objects: list[Any]) -> None:
         """Count the existing tensors of the modules and optimizers among ``objects``."""
         for value in objects:
-            if issubclass(type(value), torch.nn.Module):  # isinstance would load lazy proxies
-                own = [*value.parameters(recurse=False), *value.buffers(recurse=False)]
+            if issubclass(type(value), Module):  # isinstance would load lazy proxies
+                own = [*Module.parameters(value, False), *Module.buffers(value, False)]
                 self.owns("parameters", *own)
                 self.owns("gradients", *(t.grad for t in own if t.is_leaf and t.grad is not None))
             elif issubclass(type(value), torch.optim.Optimizer):
@@ -157,6 +158,9 @@ class ForeignLedger(Ledger):
             if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
                 self._parameters.append(weakref.ref(leaf))
                 self._hook_gradient(leaf)
+                life = self._meet(leaf)
+                if life is not None and life.category == "other":  # neither gathered nor a module's
+                    self._move(life, "parameters")
             nodes += (new := {before for before, _ in node.next_functions} - seen - {None})
             seen |= new
 
@@ -169,9 +173,10 @@ class ForeignLedger(Ledger):
     def owns_trained(self, optimizer: Any) -> None:
         """Assign a category to tensors that an optimizer updates and that have none. If a module
         was called they are copies of its weights in higher precision and belong to the optimizer;
-        otherwise, and if autograd has saved them or a module has them, they are parameters.
+        otherwise, and if autograd has saved or met them or a module has them, they are parameters.
         """
-        model, known = bool(self.program.met), self.program.described
+        model = bool(self.program.met)
+        known = self.program.described | {id(found()) for found in self._parameters}
         for parameter in updated(optimizer):
             life = self._meet(parameter)
             if life is not None and life.category in (*UNNAMED, "activations"):

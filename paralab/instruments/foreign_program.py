@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -28,7 +30,8 @@ from paralab.instruments.foreign_hooks import compile_again, within_compiled
 from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
-WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+REDUCER = {"DistributedDataParallel"}
+WRAPPERS = REDUCER | {"FSDPModule", "FullyShardedDataParallel"}
 # Whether an optimizer calls a closure, another thread trains, messages are coalesced, calls waited
 # for on other streams, CUDA graphs captured, or compilations skipped because of the ledger.
 FLAGS = ("closures", "threads", "batches", "aside", "graphs", "compiles")
@@ -71,7 +74,7 @@ class Program:
         if module in self.met or any(map(is_lazy, found := list(_at_rest(module)))):
             return []
         self.met.add(module)
-        kinds = set(self.about["modules"]).union(*map(_kinds, module.modules()))
+        kinds = set(self.about["modules"]).union(*map(_kinds, Module.modules(module)))
         self.about["modules"] = sorted(WRAPPERS & kinds)
         return found
 
@@ -81,7 +84,7 @@ class Program:
         bytes is left out: a program may count FLOPs on a copy of its model.
         """
         for module in self.met:
-            handles = (part.__dict__.get("_handle") for part in module.modules())
+            handles = (part.__dict__.get("_handle") for part in Module.modules(module))
             flat = ((h, h.flat_param) for h in handles if hasattr(h, "flat_param"))
             made = {id(p): (unit, handle) for handle, unit in flat for p in unit._params or (unit,)}
             for name, parameter in module.named_parameters():
@@ -227,16 +230,17 @@ def of_python() -> bool:
 
 
 def _kinds(module: Any) -> set[str]:
-    """Names of the module's class and of its base classes."""
-    return {kind.__name__ for kind in type(module).__mro__}
+    """Names of the module's class and of its base classes. Others than torch's have no reducer."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return names if isinstance(module, DistributedDataParallel) else names - REDUCER
 
 
 def _at_rest(module: Any) -> Iterator[Tensor]:
     """A module's parameters and buffers without the parameters that FSDP2 has gathered."""
-    fsdp_modules = (part for part in module.modules() if "FSDPModule" in _kinds(part))
-    sharded = {id(p) for part in fsdp_modules for p in part.parameters()}
-    yield from module.buffers()
-    for parameter in module.parameters():
+    fsdp_modules = (part for part in Module.modules(module) if "FSDPModule" in _kinds(part))
+    sharded = {id(p) for part in fsdp_modules for p in Module.parameters(part)}
+    yield from Module.buffers(module)  # Megatron-LM's DDP calls a list so
+    for parameter in Module.parameters(module):
         if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
             yield _shard(parameter)
 

@@ -78,6 +78,8 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     sharded = fully_sharded(report, rank)
     outside = rows[rows["op"].eq("all_gather") & rows["phase"].eq("data")]
     unsharded = sharded and outside["step"].nunique() == steps  # ``model.unshard()``, no checkpoint
+    own = made_of(report, "parameters", rank)  # whole: a forward gathers what has been updated
+    whole = not gathers["backward"] and all(p["held"] == p["elements"] for p in own)
     if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
@@ -88,12 +90,12 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     to_root = average = False
     if all_reduced >= scattered:
         factor, updates = 2 * all_reduced, ("broadcast", "all_gather")
-    elif for_forward := gathers["forward"] + unsharded * gathers["data"]:
+    elif (for_forward := gathers["forward"] + unsharded * gathers["data"]) and not whole:
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
         pass_gathers = for_forward, gathers["backward"]
         gathered = sum(pass_gathers)
-    elif gathered := gathers["data"] + gathers["optimizer"]:
+    elif gathered := gathers["forward"] + gathers["data"] + gathers["optimizer"]:
         name = "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
         name += "gathered"
     else:
