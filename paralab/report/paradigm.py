@@ -78,8 +78,9 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     sharded = fully_sharded(report, rank)
     outside = rows[rows["op"].eq("all_gather") & rows["phase"].eq("data")]
     unsharded = sharded and outside["step"].nunique() == steps  # ``model.unshard()``, no checkpoint
-    own = made_of(report, "parameters", rank)  # whole: a forward gathers what has been updated
-    whole = not gathers["backward"] and all(p["held"] == p["elements"] for p in own)
+    own = made_of(report, "parameters", rank)
+    # A forward then gathers what has been updated.
+    whole = own and not gathers["backward"] and all(p["held"] == p["elements"] for p in own)
     if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
             return "shards of parameters that the forward has kept, gathered again for the backward"
