@@ -31,9 +31,9 @@ from paralab.spec import Cluster, ModelSpec, Plan
 AnyReport = TypeVar("AnyReport", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
-# Facts of meta that reports are asked for: a type, [each], (each value of a dict,), {key: value}.
+# Facts of meta that reports are asked for: a type, [of each] or {key: of its value}.
 _PARAMETER = {"name": str, "elements": int, "held": int, "bytes": int, "trained": bool}
-_PROGRAM = {"modules": [str], "scratch": [str], "parameters": [_PARAMETER | {"cut": (int,)}]}
+_PROGRAM = {"modules": [str], "scratch": [str], "parameters": [_PARAMETER | {"cut": dict}]}
 _FLIGHT = ("communication", "communication hidden", "copies", "copies hidden")
 _FACTS = {"nodes": [int], "cores": int, "one_machine": bool, "skipped_steps": int, "compute": float}
 _FACTS |= {"num_params": int, "memory_limit": int, "optimizer": str, "observed": [_PROGRAM]}
@@ -209,16 +209,15 @@ def _checked(report: AnyReport) -> AnyReport:
 
 def _is(kind: Any, value: Any) -> bool:
     """Whether a fact, and all that is in it, is of this kind."""
-    if isinstance(kind, dict):
-        inner = _LATER | value if isinstance(value, dict) else {}
-        return all(_is(each, inner.get(name)) for name, each in kind.items())
-    if isinstance(kind, tuple):
-        return isinstance(value, dict) and _is([*kind], [*value.values()])
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_is(kind[0], each) for each in value)
-    if isinstance(value, bool) or kind not in (int, float):
-        return type(value) is kind
-    return isinstance(value, (int, kind)) and abs(value) < 2**63
+    if isinstance(kind, dict) and isinstance(value, dict):
+        return all(_is(each, (_LATER | value).get(name)) for name, each in kind.items())
+    if isinstance(kind, list) and isinstance(value, list):
+        return all(_is(kind[0], each) for each in value)
+    if kind is dict and isinstance(value, dict):  # {axis: ranks}
+        return _is([int], [*value.values()])
+    if kind in (int, float):
+        return type(value) in (int, kind) and abs(value) < 2**63
+    return type(value) is kind
 
 
 def _encode(value: Any) -> Any:
