@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import paralab as pl
 import synthetic
 from paralab.report import amounts, metrics, tables
+from paralab.report.facts import shared_cores
 from paralab.report.report import Report, load
 from paralab.report.storage import VERSION, save_part, seal
 from paralab.report.summary import readable
@@ -288,6 +289,17 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tm
     assert os.listdir(tmp_path) == []
 
 
+PARAMETER = {"name": "w", "elements": 4, "held": 4, "bytes": 16, "trained": True, "cut": {"tp": 2}}
+PROGRAM = {"modules": ["FSDPModule"], "scratch": ["kernels"], "parameters": [PARAMETER]}
+FACTS = {
+    "nodes": [0, 0], "cores": 2, "one_machine": True, "optimizer": "sgd", "steps": 2,
+    "skipped_steps": 1, "compute": 0.5, "memory_limit": 100, "observed": [PROGRAM, PROGRAM],
+    "clock_offsets": {"offset_s": [0.0, 0.5], "uncertainty_s": [0.0, 1e-3]},
+    "detail": "calls", "num_params": 4, "in flight": dict.fromkeys(
+        ("communication", "communication hidden", "copies", "copies hidden"), 0.5),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, Report]:
     spans = [(i, i, 0, lane, kind, 0, 0, k, 0.5 + i, 1.5 + i, 0.25, after)
@@ -296,7 +308,7 @@ def saved(tmp_path_factory) -> tuple[Path, Report]:
     call = (0, 1, 0, "all_reduce", "dp", (0, 1), -1, "intra", "grad_sync", 8, 8, 1.5, 2.5, 1)
     report = Report(
         clock="measured", model=MODEL, plan=Plan(dp=2), cluster=CLUSTER, losses=[5.5, 5.25],
-        meta={"run_id": "a", "nodes": [0, 0]}, **synthetic.tables(
+        meta={"run_id": "a"} | FACTS, **synthetic.tables(
             spans=spans, collectives=[call], steps=[(0, 0, 0.5, 1.5, 0.0)],
             memory=[(0, 0, 0.5, "device", "parameters", 7)]),
     )  # fmt: skip
@@ -368,6 +380,16 @@ def changed(original: dict, at: tuple, value: object, path: Path) -> Path:
     return path
 
 
+def test_a_file_that_unpacks_to_more_than_memory_has_room_for_is_refused(
+    saved, tmp_path, monkeypatch
+):
+    path, data = tmp_path / "run.json", saved[0].read_bytes()
+    path.write_bytes(gzip.compress(data))
+    for room, fits in ((len(data), True), (len(data) - 1, False)):
+        monkeypatch.setattr("paralab.report.storage.memory_bytes", lambda room=room: 4 * room)
+        assert load(path) if fits else refused(path, f"unpacked it is larger than {room:,} bytes")
+
+
 def test_a_damaged_body_says_where_it_is_damaged(saved, tmp_path):
     original, path = json.loads(saved[0].read_bytes()), tmp_path / "d.json"
     for at, value, says in (
@@ -378,6 +400,10 @@ def test_a_damaged_body_says_where_it_is_damaged(saved, tmp_path):
         (("tables", "steps"), ABSENT, "steps is missing"),
         (("clock",), "sundial", "clock='sundial'"),
         (("plan", "dp"), 0, "dp=0"),
+        (("meta",), {"detail": "actions"}, r"meta\['in flight'\] is None"),
+        (("meta",), {"compute": None}, r"meta\['compute'\] is None"),
+        (("meta", "observed"), [PROGRAM], r"meta\['observed'\] is \[.*, which no report has there"),
+        (("meta", "nodes"), ["0"], r"meta\['nodes'\] is \['0'\], which no report has there"),
     ):
         assert refused(changed(original, at, value, path), says)
 
@@ -411,6 +437,8 @@ def test_no_change_of_the_body_escapes_as_anything_but_a_clear_error(saved, tmp_
                 failed.setdefault(at, []).append(strange)
             else:  # legal, if unexpected: then it is a report in every respect
                 assert repr(report).startswith("Report(")
+                if "meta" in at:
+                    assert len(report.summary()) and report.explain() and shared_cores(report)
     for at in must_fail:
         assert ABSENT in failed[at], at
         assert len(failed[at]) >= 8, at
@@ -456,7 +484,7 @@ def test_a_folder_whose_parts_are_not_those_of_one_run_says_whose_they_are(tmp_p
 def test_a_plan_of_very_many_ranks_takes_neither_memory_nor_time(saved, tmp_path):
     many = {"dp": 2**20, "pp": 2**20, "microbatches": 1}
     original = json.loads(saved[0].read_bytes())
-    plan = original["body"]["plan"] | many
+    plan, _ = original["body"]["plan"] | many, original["body"]["meta"].pop("observed")
     assert load(changed(original, ("plan",), plan, tmp_path / "many.json")).world_size == 2**40
     written(tmp_path, dp=2)
     for part in tmp_path.glob("rank-*.json"):

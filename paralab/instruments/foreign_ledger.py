@@ -46,15 +46,11 @@ class ForeignLedger(Ledger):
     def __init__(self, program: Any) -> None:
         super().__init__(program.recorder)
         self.program = program
-        self._called: set[tuple] = set()  # (name, its result's dtype, device) of operations
-
-    def forgets_calls(self) -> None:
-        """What was called so far is the setup's, and no part of a step."""
-        self._called.clear()
+        self.called: set[tuple] = set()  # (name, its result's dtype, device) of operations
 
     def scratch(self) -> list[str]:
         """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
-        called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self._called)
+        called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self.called)
         return sorted({what for part, what in SCRATCH.items() if re.search(part, called)})
 
     def __enter__(self) -> ForeignLedger:
@@ -92,7 +88,7 @@ class ForeignLedger(Ledger):
             return func(*args, **(kwargs or {}))
         self.program.flights.drop_last_work()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._called.add((func.__name__, getattr(result, "dtype", None), self.device))
+        self.called.add((func.__name__, getattr(result, "dtype", None), self.device))
         return result
 
     def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:

@@ -163,7 +163,7 @@ class Program:
             self.recorder.leave()
             self.recorder.drop_step("comm")
             if self.ledger is not None:
-                self.ledger.forgets_calls()
+                self.ledger.called.clear()  # what the setup called is no part of a step
         if self.step >= self.memory_steps:
             self.close_ledger()
         self.in_step = self.started = True

@@ -230,7 +230,7 @@ def trained_bytes(
     total = 0.0
     for p in others or sharded or own:
         other_shards = prod(size for name, size in p.get("cut", {}).items() if name != axis)
-        total += p["elements"] / other_shards * p["bytes"] / max(p["held"], 1)
+        total += p["elements"] / max(other_shards, 1) * p["bytes"] / max(p["held"], 1)
     return total
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paralab import checks
-from paralab.report import output_files, tables
+from paralab.instruments.calibrate import memory_bytes
+from paralab.report import facts, output_files, tables
 from paralab.report.merge import CLOCK_OFFSET
 from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
@@ -29,6 +31,14 @@ from paralab.spec import Cluster, ModelSpec, Plan
 AnyReport = TypeVar("AnyReport", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
+# Facts of meta that reports are asked for: a type, [of each] or {key: of its value}.
+_PARAMETER = {"name": str, "elements": int, "held": int, "bytes": int, "trained": bool}
+_PROGRAM = {"modules": [str], "scratch": [str], "parameters": [_PARAMETER | {"cut": dict}]}
+_FLIGHT = ("communication", "communication hidden", "copies", "copies hidden")
+_FACTS = {"nodes": [int], "cores": int, "one_machine": bool, "skipped_steps": int, "compute": float}
+_FACTS |= {"num_params": int, "memory_limit": int, "optimizer": str, "observed": [_PROGRAM]}
+_FACTS |= {"clock_offsets": {"uncertainty_s": [float]}, "in flight": dict.fromkeys(_FLIGHT, float)}
+_LATER = {"modules": [], "scratch": [], "parameters": [], "cut": {}}  # older reports lack them
 # All that reading a report from arbitrary JSON may raise; `read` turns each into a ValueError.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -45,7 +55,7 @@ def save(report: Tables, path: str | os.PathLike[str]) -> None:
 
 def load_report(path: Path, kind: type[AnyReport]) -> AnyReport:
     """The saved report, as an instance of ``kind``."""
-    return read(path, REPORT, lambda body: kind(**_report(body)))
+    return read(path, REPORT, lambda body: _checked(kind(**_report(body))))
 
 
 def check_part(folder: str | os.PathLike[str]) -> None:
@@ -87,7 +97,7 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
     parts = [read(path, PART, _part) for path in paths]
     first = min(parts, key=lambda part: part["rank"])
     try:
-        return merged(parts, **{name: first[name] for name in ("model", "plan", "meta")})
+        return _checked(merged(parts, **{name: first[name] for name in ("model", "plan", "meta")}))
     except _MALFORMED as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -120,7 +130,10 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
         ) from None
     try:
         if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
-            data = gzip.decompress(data)
+            room = memory_bytes() // 4  # parsed, JSON takes more than four times its bytes
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(room + 1)
+            if len(data) > room:
+                raise ValueError(f"unpacked it is larger than {room:,} bytes, a quarter of memory")
         envelope = json.loads(data.decode())
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         why = f"damaged or not a report ({error})"
@@ -181,6 +194,30 @@ def _part(body: dict[str, Any]) -> dict[str, Any]:
     fields, rank = _fields(body), typed(body, "rank", int)
     offsets = {name: typed(body, name, float) for name in CLOCK_OFFSET}
     return {"rank": rank, "run_id": fields["meta"].get("run_id"), **offsets, **fields}
+
+
+def _checked(report: AnyReport) -> AnyReport:
+    """The report. Raises ValueError, which names it, if a fact of its meta is not of its kind."""
+    needed = {"in flight": None} if facts.in_outline(report) else {}
+    for name, value in (needed | dict(report.meta)).items():
+        known = name in _FACTS and (name, value) != ("memory_limit", None)
+        ranks = len(value) if name == "observed" and isinstance(value, list) else report.world_size
+        if known and not (_is(_FACTS[name], value) and ranks == report.world_size):
+            raise ValueError(f"meta[{name!r}] is {checks.shown(value)}, which no report has there")
+    return report
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Whether a fact, and all that is in it, is of this kind."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        return all(_is(each, (_LATER | value).get(name)) for name, each in kind.items())
+    if isinstance(kind, list) and isinstance(value, list):
+        return all(_is(kind[0], each) for each in value)
+    if kind is dict and isinstance(value, dict):  # {axis: ranks}
+        return _is([int], [*value.values()])
+    if kind in (int, float):
+        return type(value) in (int, kind) and abs(value) < 2**63
+    return type(value) is kind
 
 
 def _encode(value: Any) -> Any:

@@ -92,7 +92,7 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
         yield "loss, first step", report.losses[0], unit
         yield "loss, last step", report.losses[-1], unit
     if skipped := report.meta.get("skipped_steps"):
-        yield "left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps"
+        yield "left out: a gradient overflowed", skipped, f"of {report.meta.get('steps')} steps"
 
 
 def _of_copies(report: Tables, shares: Mapping[str, float], n: int) -> Iterable[Row]:
