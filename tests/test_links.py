@@ -106,6 +106,14 @@ def test_alpha_is_paid_for_every_message_and_between_nodes_for_those_that_cross(
         assert gloo.ways(op, Reach(4, 4, 1))["ring"].latency == pytest.approx(halves * 3 * 1e-6)
 
 
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 9]], ids=["to itself", "near", "far"])
+def test_a_message_takes_as_long_as_one_call(ranks):
+    for cluster in (NODES, NODES.replace(cores=8)):
+        reach = cluster.reach(ranks)
+        took = sum(cluster.message(1e6, reach))
+        assert took == pytest.approx(cluster.call("send", 1e6, reach)[1], rel=1e-12)
+
+
 def test_a_tree_is_taken_where_it_is_quicker_and_what_is_stated_goes_before():
     reach = Reach(16, 1, 16)
     assert NODES.call("all_reduce", 100, reach)[0] == "tree"

@@ -227,6 +227,7 @@ COPIES = {"dp": 4, "bucket_bytes": 1, "zero_stage": [0, 1], "precision": "bf16",
     (THIN, A100, 32, BUCKETS | {"bucket_bytes": 2**12, "offload": "cpu"}, 0.95, 1.16),
     (THIN, A100, 32, COPIES, 0.95, 1.12),
     (SMALL, FAR, 32, {"pp": 4, "zero_stage": 0}, 0.88, 1.1),
+    (SMALL, FAR, 12, {"pp": 2, "zero_stage": 0, "schedule": "gpipe"}, 0.95, 1.05),
     (THIN, APART, 36, {"pp": 6, "zero_stage": 0}, 0.78, 1.1),
     (SMALL, FAR, 16, {"dp": 2, "pp": 4, "zero_stage": 3}, 0.88, 1.27),
     (SMALL.replace(layers=8, seq_len=16), NODES, 8, CHUNKS, 0.95, 1.05),
@@ -236,10 +237,10 @@ COPIES = {"dp": 4, "bucket_bytes": 1, "zero_stage": [0, 1], "precision": "bf16",
     (TINY.replace(vocab=16384), NODES, 16, DATA | {"bucket_bytes": 2**20}, 0.9, 1.1),
     (SMALL.replace(hidden=128), NODES, 16, DATA | {"bucket_bytes": 2**16}, 0.9, 1.1),
 ], ids=["a call per parameter", "kernels", "both", "hpZ", "replicas", "offload",
-        "calls of the host", "copied gradients", "messages", "messages between nodes",
-        "stages that gather while they are idle", "chunks", "sums and later gathers", "two ranks",
-        "a head that hides messages", "an embedding in the last bucket",
-        "blocks that share buckets"])  # fmt: skip
+        "calls of the host", "copied gradients", "messages", "pairs of messages",
+        "messages between nodes", "stages that gather while they are idle", "chunks",
+        "sums and later gathers", "two ranks", "a head that hides messages",
+        "an embedding in the last bucket", "blocks that share buckets"])  # fmt: skip
 def test_every_call_and_every_kernel_of_the_synchronisation_is_estimated(
     model, cluster, batch, settings, least, most
 ):

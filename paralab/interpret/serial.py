@@ -36,5 +36,4 @@ def _exposed(cost: Cost) -> Cost:
     """A call's bytes move after the wait for it, on the rank's own lane."""
     if type(cost) is not Posted:
         return cost
-    took = cost.seconds + cost.late
-    return cost._replace(seconds=0.0, late=0.0, unpacked=cost.unpacked + took)
+    return cost._replace(seconds=0.0, late=0.0, unpacked=cost.unpacked + cost.seconds + cost.late)

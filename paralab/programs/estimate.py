@@ -230,8 +230,7 @@ class Estimate:
         gather = parts * self.link("all_gather", tp, 1 + 0 * p)((tp - 1) / tp * message)
         message = message / np.where(parts, tp, 1)
         crossings = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
-        pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
-        ways = [self.cluster.message(message, pair) for pair in pairs]
+        ways = [self.cluster.message(message, Reach(2, *pair)) for pair in ((2, 1), (1, 2))]
         within, across = (carried + late + gather for carried, late in ways)
         hops = (p - 1 - crossings) * within + crossings * across
         carried = np.where(crossings > 0, *(carried + gather for carried, _ in reversed(ways)))
@@ -243,11 +242,11 @@ class Estimate:
     ) -> Array:
         """Seconds per step that a full pipeline waits for messages which compute does not hide.
 
-        From the second micro-batch on (of GPipe's: the first) each one takes, if that is more than
+        From the third micro-batch on (of GPipe's: the second) each one takes, if that is more than
         the slowest rank's ``mine`` seconds,
 
-        gpipe         what a link carries (``carried``) of two messages; or a message and half of
-                      ``mine``, as two receives are posted at a time
+        gpipe         what a link carries (``carried``) of two messages; or, except for the last of
+                      2 k, a message and half of ``mine``, as two receives are posted at a time
         1f1b, zb-h1   ``lap``, a p-th of a micro-batch's way through all stages and back, as only p
                       are alive at once (parallel/schedules.py)
         these, zb-h2  ``mine`` and a message, as of the two that neighbours swap one is not hidden
@@ -255,11 +254,13 @@ class Estimate:
         interleaved   ``others``, a rank with the most blocks, and a message per stage, which only
                       the last two ranks hide, behind a forward
         """
-        swap, two = mine - weight + message, np.maximum(2 * carried, message + mine / 2)
-        pace = {"zb-h2": swap, "interleaved": others + self.v * message, "gpipe": two}
+        swap, two, gpipe = mine - weight + message, 2 * carried, self.space.schedule == "gpipe"
+        pace = {"zb-h2": swap, "interleaved": others + self.v * message}
         pace |= dict.fromkeys(("1f1b", "zb-h1"), np.maximum(swap, lap))
-        later = np.maximum(self.m - 1 - (self.space.schedule != "gpipe"), 0)
-        return (self.p > 1) * later * np.maximum(self.of_schedule(pace) - mine, 0.0)
+        pace["gpipe"] = np.maximum(two, message + mine / 2)
+        waited = np.maximum(self.of_schedule(pace) - mine, 0.0)
+        later, behind = np.maximum(self.m - 2 + gpipe * (self.m % 2), 0), gpipe * (1 - self.m % 2)
+        return (self.p > 1) * (later * waited + behind * np.maximum(two - mine, 0.0))
 
     def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, ...]:
         """Exposed seconds of ZeRO's gathers and reductions per micro-batch, in forward and in

@@ -200,7 +200,7 @@ class Cluster(checks.Description):
         """(seconds for which a message occupies its link, more of them until it has arrived): see
         [Note: messages] in spec/links.py.
         """
-        way = self.ways("send", reach)["direct"]
+        (way,) = self.ways("send", reach).values()
         return (way.seconds(size), 0.0) if self.gpus else (size / way.bandwidth, way.latency)
 
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
