@@ -171,6 +171,14 @@ def size(text: str) -> int | float | str:
     return number(text)
 
 
+def mb(size: float) -> str:
+    """ "16,640 B", "0.2 MB", "135 GB": three digits from 0.1 MB on."""
+    if size < 1e5:
+        return f"{size:,.0f} B"
+    number, unit = (size / 1e6, "MB") if size < 999.5e6 else (size / 1e9, "GB")
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
+
+
 def num_bytes(name: str, value: object) -> int:
     """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
     amount = size(value) if isinstance(value, str) else value

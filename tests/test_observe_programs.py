@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
 from paralab import observing
+from paralab.checks import mb
 from paralab.launch import launch_program
-from paralab.report.paradigm import mb
 from patience import HANG_S
 from trainings import layers, sharded, trained
 

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paralab.checks import mb
+
 BLOCK = 8 * 2**20  # bytes per call of the operating system
 PAGE = 4096  # bytes; whole pages may bypass the page cache
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
@@ -117,7 +119,7 @@ class Files:
             why = error.strerror or str(error)
             room = ""
             with contextlib.suppress(OSError):
-                room = f" ({shutil.disk_usage(self.folder).free:,} bytes free there)"
+                room = f" ({mb(shutil.disk_usage(self.folder).free)} free there)"
             raise OSError(
                 f"offload cannot {what} {self.folder / name}: {why}{room}. Its folder, "
                 "which is TMPDIR unless offload names one, needs a disk that has enough room and "

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.checks import count_of
+from paralab.checks import count_of, mb
 from paralab.report import amounts, facts
 from paralab.report.paradigm import (
     REDUCTIONS,
@@ -19,7 +19,6 @@ from paralab.report.paradigm import (
     describe_axis,
     fully_sharded,
     made_of,
-    mb,
     steps_of,
     sums_activations,
     trained_bytes,

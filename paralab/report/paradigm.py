@@ -22,6 +22,7 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import mb
 from paralab.report import facts
 from paralab.report.tables import Tables
 from paralab.theory.traffic import SURPLUS
@@ -250,11 +251,3 @@ def whole_number(times: float) -> int:
     """The whole number within 2 % of ``times``, or 0 if there is none."""
     near = round(times)
     return near if near and abs(times / near - 1) <= NEAR else 0
-
-
-def mb(size: float) -> str:
-    """ "16,640 B", "0.2 MB", "135 GB": three digits from 0.1 MB on."""
-    if size < 1e5:
-        return f"{size:,.0f} B"
-    number, unit = (size / 1e6, "MB") if size < 999.5e6 else (size / 1e9, "GB")
-    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paralab import checks
-from paralab.checks import illegal
+from paralab.checks import illegal, mb
 from paralab.report import output_files
 from paralab.spec.tiers import Offload
 
@@ -40,7 +40,7 @@ def check(tiers: Offload | None, needed: int) -> None:
     output_files.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
-        why = f"this plan's files take {needed:,} bytes, but only {free:,} are free there"
+        why = f"this plan's files take {mb(needed)}, but only {mb(free)} are free there"
         raise illegal(field, str(base), why, legal)
 
 
