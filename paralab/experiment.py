@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
-from paralab.instruments.calibrate import device_of_run, gpu_each
+from paralab.instruments.calibrate import device_of_run, gpu_each, timestamp
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, check_launch, launch_program
 from paralab.programs.compile import compiled
@@ -292,7 +291,7 @@ def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]
         "paralab": __version__,
         "python": platform.python_version(),
         "cores": available_cores(),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "finished": timestamp(),
         **rank_meta,
         **settings,
     }

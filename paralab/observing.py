@@ -20,7 +20,6 @@ import contextlib
 import functools
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from typing import Any
 
 from paralab import checks
 from paralab.checks import choice, illegal, whole
+from paralab.instruments.calibrate import timestamp
 from paralab.launch import launch_program
 from paralab.ranks.ending import ending
 from paralab.ranks.errors import OutOfMemory
@@ -184,8 +184,7 @@ def _script_file(path: str | os.PathLike[str]) -> Path | Module:
 
 
 def _meta(name: str) -> dict[str, Any]:
-    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"function": name, "paralab": __version__, "finished": finished}
+    return {"function": name, "paralab": __version__, "finished": timestamp()}
 
 
 def _report(name: str, parts: list[dict[str, Any]]) -> Report:

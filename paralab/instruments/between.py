@@ -13,7 +13,6 @@ spec/links.py.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from paralab.checks import illegal
@@ -82,4 +81,4 @@ def measure_inter(context: Any) -> dict[str, Any]:
         links.append((*fit_link(points), points))
     link, accuracy, points = max(links, key=lambda found: found[0].seconds(2**20))
     found = {"link": link.to_dict(), "points": points, "accuracy": accuracy, "nodes": len(nodes)}
-    return found | {"made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    return found | {"made": calibrate.timestamp()}

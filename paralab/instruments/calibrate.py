@@ -210,6 +210,11 @@ def fingerprint(device: str = "cpu") -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
+def timestamp() -> str:
+    """The time now, in UTC, as reports and calibrations state it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def version_of(package: str) -> str | None:
     """The installed version of a package, or None."""
     try:
@@ -349,7 +354,7 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),
         "seconds": time.perf_counter() - began,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "made": timestamp(),
     }
 
 

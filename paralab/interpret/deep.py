@@ -222,7 +222,8 @@ class Deep:
                 items.append(item._replace(takes=at, before=before))
             if key != END:
                 ends[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
-        return Parts(code, awaited, np.array(weights), np.array(weights), shape, ends)
+        seconds = np.array(weights)
+        return Parts(code, awaited, seconds, seconds, shape, ends)
 
     def _alike(self, pp: int, run: Timed) -> Iterator[tuple]:
         """What the times and the calls of a run depend on: the same for all blocks."""

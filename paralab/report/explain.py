@@ -299,7 +299,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
     scratch = sorted({what for program in observed for what in program.get("scratch", ())})
-    apart = 1e3 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
+    apart = 1e3 * facts.clock_uncertainty(report)
     holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
     holds |= {
         "shared": report.meta.get("shared_gpu"),

@@ -86,6 +86,11 @@ def machines(report: Tables) -> Counter[int]:
     return Counter(node_of(report, rank) for rank in range(report.world_size))
 
 
+def clock_uncertainty(report: Tables) -> float:
+    """Seconds by which the clocks of ranks on several machines may be apart; 0 on one machine."""
+    return max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
+
+
 def shared_cores(report: Tables, cores: int | None = None) -> tuple[int, int]:
     """(ranks, cores) of the machine with the most ranks, if in a run they shared cores; or (0, 0).
     cores: where the report does not say, of its one machine, whose nodes may be virtual, as those

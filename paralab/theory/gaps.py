@@ -88,7 +88,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     ranks, cores = facts.shared_cores(report, expect.cluster.cores)
     theirs, modelled = (facts.machines(each) for each in (report, expect))
     if len(theirs) > len(modelled):
-        trip = 2 * max(report.meta.get("clock_offsets", {}).get("uncertainty_s", []), default=0.0)
+        trip = 2 * facts.clock_uncertainty(report)
         alpha = f"{trip:.2g}" if (gloo := facts.device_of(report) == "cpu") and trip else "…"
         link = f", inter=pl.Link(alpha={alpha}, bandwidth=…))"
         link += ", with the round trip that the ranks measured" * (alpha != "…")
