@@ -19,6 +19,7 @@ from paralab.exercises.graded import answer_names, grade, points
 from paralab.exercises.notebook import needed, read, until
 from paralab.exercises.notebook import statements as statements_of
 from processes import python
+from processes import until as eventually
 from refusals import refuses, shell_refuses
 
 ALL = tuple(pl.exercises.ALL.values())
@@ -204,11 +205,14 @@ def test_a_notebook_without_a_right_answer_gets_a_verdict_and_does_nothing_to_th
 
 
 def test_a_process_that_an_answer_leaves_behind_ends_with_it(tmp_path):
-    left = "import subprocess\nserver = subprocess.Popen(['sleep', '97.25'])"
+    left = "import subprocess\nserver = subprocess.Popen(['sleep', '9797.25'])"
     judged(notebook(tmp_path, left, ANSWER.replace("    total =", "    server\n    total =")))
-    assert not [
-        one for one in psutil.process_iter(["cmdline"]) if "97.25" in (one.info["cmdline"] or ())
-    ]
+
+    def over():  # a process that was killed is there until the system has taken it down
+        every = psutil.process_iter(["cmdline"])
+        return not any("9797.25" in (one.info["cmdline"] or ()) for one in every)
+
+    assert eventually(over)
 
 
 @pytest.mark.parametrize("path", SOLVED, ids=lambda path: path.stem)
