@@ -417,11 +417,11 @@ MUTANTS = {
     "weight halves overwrite each other": wrong("zero bubble", FLAT, "view.addmm_(a, b)",
         "torch.mm(a, b, out=view)"),
     "a send in front of what it sends": Mutant("pipeline", LOWERING,
-        "np.where(sends, action + 1, ", "np.where(sends, action, ",
+        "np.where(sends, action + 1, 0)", "np.where(sends, action, 0)",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant("pipeline", LOWERING,
         "order.kind[source] != F, ready))", "ready, order.kind[source] != F))",
-        check="reads x blocks.1, which no instruction has written"),
+        check="reads g blocks.1, which no instruction has written"),
     "the stage's other end is sent": Mutant("pipeline", INSTRUCTIONS, "== (op == SEND)",
         "!= (op == SEND)", check="reads x embedding, which no instruction has written"),
     # ---- other memory

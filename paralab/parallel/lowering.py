@@ -14,10 +14,11 @@ global order is that in which the results are ready if F, I and W take 1, B 2 an
 (without the 1/8 a rank's incoming and outgoing messages would often tie). Ties: activations before
 gradients, then the lower stage.
 
-A receive is posted one action before the action that needs it, as far as the global order allows,
-so that the message travels while the rank computes. One is enough unless a message takes longer
-than an action, and each more would cost a buffer. GPipe's rank 0 of 2, with two micro-batches, in
-the notation of torch.distributed.pipelining:
+A receive is posted one action before the action that needs it, so that the message travels while
+the rank computes: one is enough unless a message takes longer than an action, and each more would
+cost a buffer. It is posted earlier if a later message of the global order is, and later if a send
+that precedes it there has first to be made. GPipe's rank 0 of 2, with two micro-batches, in the
+notation of torch.distributed.pipelining:
 
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
 
@@ -67,14 +68,14 @@ def lowered(order: Order) -> Lowered:
     by_rank = np.argsort(order.rank[action], kind="stable")
     action, partner, forward = action[by_rank], partner[by_rank], forward[by_rank]
     sends, rank = by_rank % 2 == 0, order.rank[action]  # the first end is the send
-    # How many actions precede each transfer. ``preferred``: a send stands right behind its action,
-    # a receive one action before its own. ``latest``: no preceding action may need the
-    # message of this or a later receive, or follow the action of this or a later send. Actions are
-    # numbered through all ranks, so that running minima and maxima do not mix two ranks.
-    preferred = np.where(sends, action + 1, np.maximum(action - 1, order.first[rank]))
-    latest = action + sends
-    latest = np.minimum.accumulate(latest[::-1])[::-1]
-    at = np.maximum.accumulate(np.minimum(preferred, latest)) + np.arange(len(action))
+    # How many actions precede each transfer: a send one more than its own, a receive one less, or
+    # fewer if a later transfer has fewer. If an earlier one made a later one wait, a message would
+    # be posted when it is needed. Actions are numbered through all ranks, so that running minima
+    # and maxima do not mix two ranks.
+    made = np.where(sends, action + 1, 0)
+    wanted = np.where(sends, made, np.maximum(action - 1, order.first[rank]))
+    early = np.minimum.accumulate(wanted[::-1])[::-1]
+    at = np.maximum(early, np.maximum.accumulate(made)) + np.arange(len(action))
 
     def merged(actions: np.ndarray, transfers: np.ndarray) -> np.ndarray:
         steps = np.empty(len(actions) + len(transfers), int)
