@@ -7,10 +7,13 @@ import pytest
 
 import paralab as pl
 from lowered import Transfer, check_lowered, lower
+from paralab.parallel.lowering import UNITS
 from paralab.parallel.schedules import SCHEDULES, Action, gpipe, interleaved, one_f_one_b
 from paralab.programs.compile import laid_out
 from paralab.programs.instructions import ACTIONS, COMPUTE
 from paralab.programs.skeleton import skeleton
+from paralab.theory.order import CODE
+from paralab.theory.schedule_check import checked, timed
 from refusals import refuses
 
 
@@ -138,3 +141,45 @@ def test_a_receive_is_posted_while_the_action_before_computes():
     # 1F1B: of what two neighbours swap at once one is early, here the gradient.
     rows = text(lower(one_f_one_b(4, 8)))
     assert "2RECV_B2 2F3 2SEND_F3 2B2" in rows[2] and "3RECV_F3 3F3" in rows[3]
+
+
+def seconds_of(lists, message):
+    """Until the last action is over. A message takes ``message`` once both its ends are posted, and
+    holds up those behind it from the same rank to the same rank.
+    """
+    stages = 1 + max(step.stage for row in lists for step in row)
+    left, now, free = [row[::-1] for row in lists], [0.0] * len(lists), {}
+    posted, over = {}, {}  # by what is sent, from which stage, of which micro-batch
+    while any(left):
+        for rank, row in enumerate(left):
+            while row:
+                step = row[-1]
+                if isinstance(step, Transfer):
+                    sent = step.kind == "send"
+                    key = step.what, step.stage if sent else step.other_stage, step.microbatch
+                    begin = max(posted.setdefault(key, now[rank]), now[rank])
+                    lane = (rank, step.peer) if sent else (step.peer, rank)
+                    if key in over:
+                        over[key] = free[lane] = max(begin, free.get(lane, 0.0)) + message
+                    over.setdefault(key, np.inf)
+                elif step.kind != "W":
+                    what, before = ("F", -1) if step.kind == "F" else ("B", 1)
+                    key = what, step.stage + before, step.microbatch
+                    comes = len(lists) > 1 and 0 <= key[1] < stages
+                    arrived = over.get(key, np.inf) if comes else 0.0
+                    if arrived == np.inf:
+                        break
+                    now[rank] = max(now[rank], arrived)
+                if isinstance(step, Action):
+                    now[rank] += UNITS[CODE[step.kind]]
+                row.pop()
+    return max(now)
+
+
+def test_the_order_of_messages_costs_no_time():
+    """While a message takes no more than an eighth of a forward."""
+    for schedule in SOME:
+        _, order = checked(schedule)
+        for message in (0.0, 0.05, 0.125):
+            _, end = timed(order, np.array(UNITS)[order.kind], np.full(len(order.rank), message))
+            assert seconds_of(lower(schedule), message) == pytest.approx(max(end))
