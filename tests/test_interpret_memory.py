@@ -35,11 +35,6 @@ def own(spec: pl.ModelSpec) -> Any:
     return nn.Sequential(nn.LayerNorm(h), nn.Linear(h, h), nn.Sigmoid())
 
 
-def handed_on(spec: pl.ModelSpec) -> Any:
-    """A block whose result is its input."""
-    return nn.Identity()
-
-
 def turned(spec: pl.ModelSpec) -> Any:
     """A block whose result lies in memory in another order, so what is handed on is a copy."""
 
@@ -101,9 +96,6 @@ CASES = {
     "tp in 3D": ({"vocab": 264}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {}),
     "a block of one's own, zero-bubble": ({"block": own}, {"pp": 2, "schedule": "zb-h1",
                                                            "microbatches": 3}, {}),
-    "a block that is its input": ({"block": handed_on}, {}, {}),
-    "a block that is its input, pipeline": ({"block": handed_on}, {
-        "pp": 2, "schedule": "gpipe", "microbatches": 3, "recompute": "full"}, {}),
     "zero-1 over a pipeline, tp, bf16 into fp32": ({}, {
         "dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "microbatches": 3, "precision": "bf16",
         "grad_dtype": "fp32", "bucket_bytes": 20_000}, {"clip_norm": 1.0}),
