@@ -165,7 +165,7 @@ OF_PLAN = {name: some for name, some in drawn.PLAN.items() if name != "tp_depth"
     "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
     "microbatches": (1, 2, 3, 4, 6),
     "offload": (None, None, "cpu", "nvme", {"activations": "cpu"}, {"optimizer": "cpu"}),
-    "grad_dtype": (None, "fp32-copy", "fp32"),
+    "grad_dtype": (None, None, "fp32"),
 }
 OF_MODEL = drawn.MODEL | {
     "layers": (1, 2, 4, 6),
@@ -204,7 +204,7 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
 ], ids=str)  # fmt: skip
 def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan):
     """A norm of each slice of the gradients, and these together, are a few bytes more."""
-    plan = pl.Plan(**plan, precision="fp16", grad_dtype="fp32-copy")
+    plan = pl.Plan(**plan, precision="fp16")
     for pp in range(plan.pp):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
         peaks = [witness(MODEL, plan, rank, clip_norm=1.0).peak for rank in alike]
