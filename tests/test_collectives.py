@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paralab as pl
-from paralab.parallel.collectives import ALGORITHMS, ring_all_reduce
+from paralab.parallel.collectives import ALGORITHMS
 from paralab.theory import collectives as theory
 from patience import HANG_S
 from refusals import refuses
@@ -128,12 +128,3 @@ def test_the_tree_wins_with_small_tensors_from_four_members_on(n, nbytes, tree_w
 def test_what_no_algorithm_could_do_is_refused(settings, says):
     asked = {"algorithm": "ring_all_reduce", "n": 4, "nbytes": 400, "link": INTRA, **settings}
     refuses(says, theory.seconds, **asked)
-
-
-def stretched(group):
-    ring_all_reduce(group, torch.ones(4, 4).t())
-
-
-def test_a_tensor_with_gaps_is_refused_in_words():
-    with pytest.raises(pl.RankError, match=r"legal: tensor.contiguous\(\)"):
-        pl.trace(stretched, 2, timeout=HANG_S)

@@ -9,7 +9,7 @@ import pytest
 
 import oracles
 import paralab as pl
-from paralab.interpret.memory import memory
+from paralab.interpret.memory import moments
 from paralab.interpret.predict import predict
 from paralab.interpret.time import time
 from paralab.interpret.traffic import rows
@@ -162,7 +162,7 @@ def test_every_frozen_plan_holds_and_sends_copies_keeps_and_takes_what_it_did_be
             most = {(tier, c): size for tier, of in tiers.items() for c, size in of.items()}
             at, was = one.plan.place(rank), held["at_end"]
             assert held_by(program, at.pp) == most, one.name
-            before = memory(program, at.pp, index=at.dp % program.shards).before
+            _, _, before = next(moments(program, at.pp, index=at.dp % program.shards))
             assert before.get(("device", "optimizer"), 0) == was.get("optimizer", 0), one.name
             stages = stage_parts(one.model, one.plan)[at.pp :: one.plan.pp]
             blocks = sum(name.startswith("blocks") for parts in stages for name in parts)

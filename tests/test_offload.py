@@ -27,6 +27,7 @@ import paralab as pl
 from paralab.instruments.recorder import Recorder
 from paralab.interpret import files, lanes, quick
 from paralab.interpret.lanes import Lane
+from paralab.interpret.memory import moments
 from paralab.report import scratch
 from paralab.theory.offload import file_bytes, link_bytes
 from patience import HANG_S
@@ -48,7 +49,8 @@ def test_four_bytes_a_parameter_is_what_zero_offload_moves():
     moved = link_bytes(SMALL, plan)
     assert moved["d2h"] == {"gradients": 2 * SMALL.num_params}
     assert moved["h2d"] == {"parameters": 2 * SMALL.num_params}
-    between_steps = quick.on("device", quick.weighed(SMALL, plan).before)
+    _, _, before = next(moments(quick.program_of(SMALL, plan, "adamw", 0)))
+    between_steps = quick.on("device", before)
     assert between_steps["parameters"] == 2 * SMALL.num_params
     assert not {"gradients", "optimizer"} & between_steps.keys()
 

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 
 import paralab as pl
-from paralab.interpret import deep
 from paralab.interpret.predict import predict
 from paralab.interpret.totals import Totals
 from paralab.parallel.schedules import Action, one_f_one_b
@@ -151,19 +150,6 @@ def test_without_its_tables_a_step_is_as_long_and_as_large(name):
         assert found.peak == report.peak_memory
         elsewhere = Totals(report.model, report.plan, FAST, "adamw", many=many).seconds()
         assert found.seconds(FAST) == elsewhere and found.seconds(SLOW) == found.seconds()
-
-
-def test_what_is_alike_in_all_blocks_is_timed_once(monkeypatch):
-    timed, walked, plan = [], deep.walked, pl.Plan(dp=2, tp=2, zero_stage=3, microbatches=8)
-    monkeypatch.setattr(deep, "walked", lambda *of: timed.append(of) or walked(*of))
-
-    def count(layers):
-        timed.clear()
-        model = pl.ModelSpec(layers=layers, hidden=32, heads=4, seq_len=16)
-        deep.Deep(model, plan, SLOW, "adamw")
-        return len(timed)
-
-    assert 0 < count(4) == count(8)
 
 
 # Where messages hide behind what is computed, a plan of each kind: the others wait for more. Where

@@ -311,15 +311,6 @@ def overlap(program):
     return program.replace(insert(code, calls))
 
 
-def copied_early(program):
-    """The copy in fp32 is one of the first micro-batch's gradient."""
-    copies = {ins.unit: ins for ins in program.code if ins.op == COPY}
-    code = [ins for ins in program.code if ins.op != COPY]
-    return program.replace(
-        insert(code, {at: [copies[u] for u in units] for at, units in firsts(code).items()})
-    )
-
-
 def added_twice(program):
     return program.replace(i for ins in program.code for i in [ins] * (1 + (ins.op == ADD)))
 
@@ -372,7 +363,6 @@ def split(program):
 
 
 FP16, CLIPPED = {"precision": "fp16"}, {"clip_norm": 0.01}
-COPIED = {"dp": 1, "precision": "bf16", "grad_dtype": "fp32-copy"}
 ZERO_2 = {"zero_stage": 2, "grad_sync": "overlapped"}
 TENSOR = {"dp": 1, "tp": 2, "sequence_parallel": True}
 
@@ -383,7 +373,6 @@ TENSOR = {"dp": 1, "tp": 2, "sequence_parallel": True}
     (writes_one_more, {}, "1 times instead of 0; legal: a pass that does not change compute"),
     (early, {}, "UPDATE.* micro-batch 1 adds is in it 0 times; legal: a copy or sum after"),
     (overlap, {}, "UPDATE.* micro-batch 0 adds is in it 2 times; legal: a copy or sum after"),
-    (copied_early, COPIED, "UPDATE.* micro-batch 1 adds is in it 0 times"),
     (added_twice, ZERO_2, "UPDATE.* micro-batch 1 adds is in it 2 times"),
     (swapped, {}, "UPDATE.* holds the gradient of blocks.1.mlp.up.bias and 5 more .bucket 4.; leg"),
     (norm_ahead, {"dp": 1, **CLIPPED}, "'NORM .* micro-batch 1 adds is in it 0 times; legal: a"),

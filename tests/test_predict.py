@@ -255,21 +255,6 @@ def test_the_table_for_messages_names_the_fullest_rank_its_categories_and_their_
         assert category in text
 
 
-def test_ranks_that_share_a_stage_and_a_shard_are_weighed_once(monkeypatch):
-    weighed, weigh = [], quick.memory
-
-    def memory(program, pp, **of):
-        weighed.append((pp, of["index"]))
-        return weigh(program, pp, **of)
-
-    monkeypatch.setattr(quick, "memory", memory)
-    plan = pl.Plan(dp=4, pp=2, zero_stage=1, shard=2, microbatches=3)
-    for rank in range(plan.world_size):
-        quick.most(MODEL, plan, rank=rank)
-        quick.peak(MODEL, plan, rank=rank)
-    assert sorted(weighed) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 def test_threads_that_ask_for_the_same_plan_do_not_disturb_each_other():
     """As a widget does that checks its plan in the background while a slider moves."""
     plans = [

@@ -161,25 +161,6 @@ def test_one_rank_gets_what_several_get_together(text):
     assert not torch.equal(other[0][0], whole[0][0])
 
 
-def test_batches_are_those_of_the_text_as_it_is_and_a_trainings_as_it_was(tmp_path, monkeypatch):
-    def fed(data):
-        return bytes(pl.reference.batches(SPEC, step=0, data=data)[0][0].flatten().tolist())
-
-    for folder, letter in (("a", b"a"), ("b", b"b")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "t.txt").write_bytes(letter * 64)
-        monkeypatch.chdir(tmp_path / folder)
-        assert fed("t.txt") == letter * 32
-    steps = pl.reference.train(SPEC, steps=2, data="t.txt")
-    expected = [step.loss for step in pl.reference.train(SPEC, steps=2, data="t.txt")]
-    found = [next(steps).loss, next(steps).loss]
-    with open("t.txt", "ab") as file:
-        file.write(b"c" * 10_000)
-    assert b"c" in fed("t.txt")
-    monkeypatch.chdir(tmp_path / "a")
-    assert [*found, *(step.loss for step in steps)] == expected
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_defaults_are_those_of_a_run(run, optimizer):
     """Steps, micro-batches, text, seed, and the learning rate, on which later losses depend."""

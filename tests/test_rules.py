@@ -75,7 +75,6 @@ EXAMPLES: list[tuple[Any, ...]] = [
      {"layers": 4}, "schedule='1f1b' with virtual_stages=1"),
     ("schedule", PIPE | {"schedule": lambda pp, microbatches: [["0F0", "0B0"]]}, {}),
     ("grad_dtype", {"grad_dtype": "fp32"}, {}),
-    ("grad_dtype", AWAY | {"precision": "bf16", "grad_dtype": "fp32-copy"}, {}),
     ("tf32", {"tf32": True, "precision": "bf16"}, {}),
     ("shard", {"dp": 2, "shard": 2}, {}),
     ("shard", {"dp": 2, "shard": 3, "zero_stage": 1}, {}),

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowered import check_lowered, lower
+import paralab as pl
+from lowered import lower
 from paralab.parallel.schedules import SCHEDULES, Action, build, gpipe, one_f_one_b
+from paralab.programs.compile import compiled
 from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import ScheduleError, validate
 from refusals import refuses
@@ -180,4 +182,7 @@ def test_many_mutants_each_run_or_are_refused(mutant):
     got = simulate(rows, forward=1.0, backward=1.0, weight_grad=1.0, comm=0.5)
     assert len(got.end) == sum(map(len, rows)) and (got.end > got.start).all()
     assert 0 <= got.bubble_rate < 1
-    check_lowered(lower(rows))
+    plan = pl.Plan(pp=len(rows), microbatches=m, schedule=lambda p, m, v: rows)
+    plan = plan.replace(virtual_stages=stages // len(rows))
+    model = pl.ModelSpec(layers=stages, hidden=4, heads=1, seq_len=4, vocab=256, tied=False)
+    compiled(model, plan)  # its checks find a deadlock, whatever order messages are in

@@ -13,7 +13,6 @@ from paralab.parallel.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    parse,
     zb_h1,
     zb_h2,
 )
@@ -148,14 +147,14 @@ def test_1f1b_and_zb_h1_are_torchs_zero_bubble_of_one_stage_per_rank(p):
 # ---- what can be written ------------------------------------------------------------------------
 def test_an_action_reads_back_from_its_text():
     assert str(Action(4, "F", 0)) == "4F0" and repr([Action(4, "F", 0)]) == "[4F0]"
-    assert parse("12W345") == Action(12, "W", 345)
+    assert actions(["12W345"]) == [[Action(12, "W", 345)]]
     for _, schedule, *_ in every_schedule():
         assert actions(text(schedule)) == schedule
 
 
 @pytest.mark.parametrize("bad", ["", "F0", "0F", "0X0", "-1F0", "0F-1", "0f0", "0F0 0F1", "٠F0", 5])
 def test_what_is_no_action_is_refused(bad):
-    refuses(r"not an action; legal: .*4F0", parse, bad)
+    refuses(r"not an action; legal: .*4F0", actions, [[bad]])
 
 
 @pytest.mark.parametrize(("lists", "said"), [

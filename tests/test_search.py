@@ -87,7 +87,7 @@ def by_hand(model: pl.ModelSpec, devices: int, batch: int, tried: dict[str, tupl
     (TINY, 8, 8, {
         "shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b",
         "precision": ["fp32", "bf16"], "recompute": "none",
-        "grad_dtype": [None, "fp32", "fp32-copy"]}),
+        "grad_dtype": [None, "fp32"]}),
     (TINY, 4, 8, {
         "grad_sync": ["overlapped", "naive"], "schedule": ["gpipe", "zb-h1"],
         "offload": [None, {"activations": "cpu"}]}),
@@ -308,7 +308,7 @@ def searched(number: int) -> Search:
     settings |= {"precision": draw.choice(("fp32", "bf16")), "memory": 10**12}
     settings |= {"offload": None if draw.random() < 0.5 else [None, "cpu"]}
     if settings["precision"] == "bf16":
-        settings["grad_dtype"] = "fp32" if number % 2 else [None, "fp32-copy"]
+        settings["grad_dtype"] = "fp32" if number % 2 else None
     least = pl.plan_search(model, LAPTOP, top=1, **settings).memory.min()
     limit = int(least * draw.choice((1.3, 2.0, 4.0)))
     return pl.plan_search(model, LAPTOP, **settings | {"memory": limit})

@@ -282,9 +282,7 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
     if ins.op == ADD:
         return Work(0, 3 * moved(ins.writes[0]), 1)
     if ins.op == COPY:
-        # Widening reads the whole value; other copies read a part, as large as what they write.
-        read = ins.reads if ins.writes[0][0] == "wide" else ins.writes
-        return Work(0, moved(*read, *ins.writes), 1)
+        return Work(0, 2 * moved(*ins.writes), 1)  # reads a part as large as what it writes
     return Work(0, 0, 8 * (ins.op == RESCALE))
 
 

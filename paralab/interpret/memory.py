@@ -52,13 +52,11 @@ class Memory(NamedTuple):
     peak    most bytes on the device at once
     held    {(tier, category): bytes} at that moment
     most    {(tier, category): bytes} at each category's own peak
-    before  {(tier, category): bytes} before the first instruction
     """
 
     peak: int
     held: dict[Kind, int]
     most: dict[Kind, int]
-    before: dict[Kind, int]
 
 
 def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True) -> Memory:
@@ -68,8 +66,8 @@ def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True
     gloo   whether calls are gloo's, as on processors; NCCL's need no buffers here
     """
     weighed = _Rank(program, rank, index, gloo)
-    weighed.most, before = {}, dict(weighed.now)
-    return Memory(weighed.whole(), weighed.held, weighed.most, before)
+    weighed.most = {}
+    return Memory(weighed.whole(), weighed.held, weighed.most)
 
 
 def peak(program: Program, rank: int = 0, *, gloo: bool = True) -> int:

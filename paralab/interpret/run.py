@@ -292,16 +292,13 @@ class Rank:
         flat_of(self.store[ins.writes[0]]).add_(flat_of(self.store[ins.reads[0]]))
 
     def COPY(self, ins: Instr) -> None:
-        """A copy by the rank itself. What is copied follows from the kind that is written: "wide",
-        a gradient in fp32; "host.verdict", the verdict on the gradients, for the host's jobs, as
-        the next step may change the device's; "second", a secondary shard (hpZ); else this tp
-        rank's part of a state, along the sequence.
+        """A copy by the rank itself. What is copied follows from the kind that is written:
+        "host.verdict", the verdict on the gradients, for the host's jobs, as the next step may
+        change the device's; "second", a secondary shard (hpZ); else this tp rank's part of a state,
+        along the sequence.
         """
         value, target = self.store[ins.reads[0]], ins.writes[0]
-        if target[0] == "wide":
-            with self.recorder.making("gradients"):
-                self.store[target] = flat_of(value).float()
-        elif target[0] == "host.verdict":
+        if target[0] == "host.verdict":
             self.store[target] = self.workers.copied(self.state.decided(value))
         elif target[0] == "second":
             group = self.groups["secondary"]

@@ -17,7 +17,6 @@ from paralab.interpret.jobs import Order
 from paralab.interpret.resumed import share, work_until_wait
 from paralab.interpret.walk import Item, Rank, Walk, item
 from paralab.programs.instructions import Code, Instr
-from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
 
@@ -56,7 +55,7 @@ class Times(NamedTuple):
 def time(program: Program, cluster: Cluster) -> Times:
     """When everything happens in one step.
 
-    Raises ValueError, which names the instruction that each rank waits at, if no rank can go on.
+    Raises ValueError if ranks wait for each other's calls in a cycle.
     """
     return walked(program, Costs(program, cluster))
 
@@ -119,11 +118,4 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
             for mine, rank in zip(items, before, strict=True)
         ]
         walk.go(ranks)
-    stuck = [
-        f"pipeline rank {r} waits at {Names(program, r).instruction(timed[len(rank.left)][0])}"
-        for r, (rank, timed) in enumerate(zip(ranks, lists, strict=True))
-        if len(rank.left) < len(timed)
-    ]
-    if stuck:  # a mistake of the compiler: what a learner writes is checked before (checks.py)
-        raise ValueError(f"deadlock: {'; '.join(stuck)}")
     return Times(lists, last, ranks)

@@ -7,11 +7,6 @@
 keep alive every unit that was gathered for forward. Therefore a hook replaces each saved weight by
 its place, a name and an offset, and backward reads that place in the weights that it is given,
 which were gathered again.
-
-[Note: retyped weights] torch views n numbers as a wider one, say pairs of real numbers as complex
-ones, only if the view begins at a multiple of n in its storage. A module's parameter has a storage
-of its own; on a rank it lies anywhere in its unit's flat buffer. At another offset the module views
-a copy instead, as backward does. No prediction counts that copy.
 """
 
 from __future__ import annotations
@@ -39,9 +34,6 @@ class Custom(Op):
 
         (x,) = state
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
-        for name, n in self.retyped.items():  # see [Note: retyped weights]
-            if weights[name].storage_offset() % n:
-                weights = weights | {name: weights[name].clone()}
         if not env.keeping:
             with env.drawing(self.name, 1.0):
                 y = called(module, weights, x.view(shape))
@@ -49,19 +41,16 @@ class Custom(Op):
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
         for_backward: dict[str, Any] = {}  # the weights that `input_grad` is given, while it runs
-        places = {  # of the weights, by storage: (name, offset in bytes)
-            w.untyped_storage()._cdata: (name, w.storage_offset() * w.itemsize)
-            for name, w in leaves.items()
+        places = {  # of the weights, by storage: (name, offset)
+            w.untyped_storage()._cdata: (name, w.storage_offset()) for name, w in leaves.items()
         }
         not_activations = {t.untyped_storage()._cdata for t in (leaf, *module.buffers())}
 
         def pack(saved):  # see [Note: saved weights]; the graph keeps alive what this closes over
             storage = saved.untyped_storage()._cdata
-            if storage in places and not (saved.is_conj() or saved.is_neg()):
+            if storage in places:
                 name, begin = places[storage]
-                # In bytes, because the module may view the weight as complex numbers.
-                offset = saved.storage_offset() * saved.itemsize - begin
-                return name, saved.dtype, saved.shape, saved.stride(), offset
+                return name, saved.shape, saved.stride(), saved.storage_offset() - begin
             if storage not in not_activations:
                 env.recorder.owns("activations", saved)
             return saved
@@ -69,18 +58,9 @@ class Custom(Op):
         def unpack(packed):
             if isinstance(packed, torch.Tensor):
                 return packed
-            name, dtype, size, stride, offset = packed
+            name, size, stride, offset = packed
             w = for_backward[name]
-            offset += w.storage_offset() * w.itemsize
-            if dtype == w.dtype:
-                return w.as_strided(size, stride, offset // w.itemsize)
-            view = torch.empty(0, dtype=dtype, device=w.device)
-            if offset % view.itemsize:  # see [Note: retyped weights]
-                last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-                count = (last + 1) * view.itemsize // w.itemsize
-                flat = w.as_strided((count,), (1,), offset // w.itemsize)
-                return flat.clone().view(dtype).as_strided(size, stride)
-            return view.set_(w.untyped_storage(), offset // view.itemsize, size, stride)
+            return w.as_strided(size, stride, w.storage_offset() + offset)
 
         hooks = saved_tensors_hooks(pack, unpack)
         with torch.enable_grad(), hooks, env.drawing(self.name, 1.0):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -38,12 +37,11 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
     """What ``spec.block`` saves for backward and computes for ``batch`` samples: the fields of its
     `Op`, with the names that they have there. The input half of backward includes the weight half;
     its scratch is negative where it has freed more of what was saved than it has allocated.
-    ``retyped`` is {name: how many of its numbers forward views as one} of parameters that forward
-    views as a wider type, say as complex numbers.
 
     Raises ``ValueError`` for a block that does not map (b, s, h) to (b, s, h) in the same
-    precision, cannot run on tensors without values, changes in place what its backward needs, or
-    has a state that changes from call to call: such a state would differ between ranks and plans.
+    precision, cannot run on tensors without values, changes in place what its backward needs, views
+    a weight in another type, or has a state that changes from call to call: such a state would
+    differ between ranks and plans.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -56,12 +54,15 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
     saved: dict[int, Any] = {}  # {address: weak reference to a storage}: backward frees them
     in_backward, weights = False, dict[int, str]()  # {address of a weight's storage: its name}
     changed: list[Any] = []  # shapes of saved tensors that forward changed in place afterwards
+    retyped: list[str] = []  # weights that are saved as another type: no place of a rank's unit is
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
         # A weight is emptied before backward, see below, so save another tensor on its storage.
         own = tensor.detach() if storage._cdata in weights else tensor
+        if own is not tensor and tensor.dtype != dtype:
+            retyped.append(weights[storage._cdata])
         return own, tensor._version
 
     def unpack(packed: Any) -> Any:  # torch does not compare versions of what a hook has saved
@@ -84,8 +85,7 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             for local, b in module.named_buffers():
                 tensors[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(tensors.values())[len(parameters) :]
-            constant = [buffer.untyped_storage() for buffer in buffers]
-            constant = sum({s._cdata: s.nbytes() for s in constant}.values())  # each once
+            constant = sum(buffer.nbytes for buffer in buffers)
             versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
             with saved_tensors_hooks(pack, unpack), counter:
@@ -94,19 +94,15 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
                     rows = compact(y.detach().reshape(-1, spec.hidden))  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
-                others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
-                passes_input = others[0] == others[1]
+                others = {t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)}
                 kept = {at: storage() for at, storage in saved.items() if storage() is not None}
                 keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
-                result_bytes = 0 if passes_input else result.nbytes()
-                forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
-                widths = {weights[at]: n for at, n in counter.retyped.items() if at in weights}
-                retyped = {n: w // dtype.itemsize for n, w in widths.items() if w > dtype.itemsize}
+                forward, forward_scratch = counter.work, counter.peak - keeps - result.nbytes()
                 keeps_result = result._cdata in kept
                 del kept
                 edge, g = get_gradient_edge(y), torch.empty_like(x)
                 del y, rows  # as on a rank: of these only the result is alive when backward begins
-                counter.backward(None if passes_input else result)
+                counter.backward(result)
                 del result
                 # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
                 in_backward, values = True, [parameter.detach() for parameter in parameters]
@@ -114,13 +110,11 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
                     parameter.data = parameter.new_empty(0)
                 with counter:
                     gx, grads = gradients(edge, x, parameters, [v.shape for v in values], g)
-                made, given = (t.untyped_storage()._cdata for t in (gx, g))
-                storages = [t.untyped_storage() for t in (gx, *grads)]
-                sizes = {s._cdata: s.nbytes() for s in storages if s._cdata != given}
-                defers = {s._cdata for s in storages[1:]}
+                storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in grads)}
+                deferred, made = sum(storages.values()), gx.nbytes
                 for parameter, value in zip(parameters, values, strict=True):
                     parameter.data = value
-                del g, gx, grads, storages  # else a rank's recorder would count them as alive
+                del g, gx, grads  # else a rank's recorder would count them as alive
                 # Compare around a second call: the first may set attributes that then stay.
                 state, generators = _state(module), _generators()
                 with torch.no_grad():
@@ -164,19 +158,18 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
     if changed:
         why = f"its forward changes in place a tensor of shape {changed[0]} that its backward needs"
         raise illegal("block", name, why, "a new tensor, such as y = y + x instead of y += x")
+    if retyped:
+        why = f"its forward views the weight {retyped[0]} in another type"
+        legal = "a new tensor, such as torch.complex(w[..., 0], w[..., 1])"
+        raise illegal("block", name, why, legal)
     return {
         "keeps": keeps,
         "keeps_result": keeps_result,
         "frees_result": counter.with_result - counter.peak,
-        "passes_input": passes_input,
-        "passes_grad": made == given,
-        "defers_grad": given in defers,
-        "defers_made": made in defers - {given},
-        "deferred": sum(sizes[at] for at in defers - {made, given}),
+        "deferred": deferred,
         "constant": constant,
-        "scratch": (forward_scratch, counter.with_result - sum(sizes.values()), 0),
+        "scratch": (forward_scratch, counter.with_result - deferred - made, 0),
         "work": (forward, counter.work, Work()),
-        "retyped": retyped,
     }
 
 
@@ -226,40 +219,18 @@ def gradients(edge: Any, x: Any, weights: Any, shapes: Any, g: Any) -> tuple[Any
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """{name: value} of the attributes of a module and its submodules, in a form to compare."""
+    """{name: text} of the attributes of a module and its submodules, if the text has a value, not
+    an address.
+    """
     from torch import nn
 
     of_torch = vars(nn.Module()).keys() - {"training"}  # among them its parameters and its hooks
     return {
-        f"{local}.{attribute}".lstrip("."): _plain(value)
+        f"{local}.{attribute}".lstrip("."): text
         for local, part in module.named_modules()
         for attribute, value in vars(part).items()
-        if attribute not in of_torch
+        if attribute not in of_torch and " at 0x" not in (text := repr(value))
     }
-
-
-def _plain(value: Any) -> Any:
-    """A snapshot of ``value`` that later changes do not affect; None for types not known here."""
-    import numpy as np
-    from torch import Tensor
-
-    if isinstance(value, (bool, int, float, complex, str, np.generic)):
-        return repr(value)  # as text, because NaN != NaN
-    if isinstance(value, dict):
-        return [(repr(key), _plain(entry)) for key, entry in value.items()]
-    if isinstance(value, (list, tuple, deque)):
-        return list(map(_plain, value))
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))  # equal sets may list their entries in another order
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    return None
 
 
 def _generators() -> dict[str, Any]:
@@ -276,7 +247,6 @@ def _counter() -> Any:
     tensors that they made, in backward less the bytes alive at its start; ``with_result`` the same
     if forward's result were never freed.
     """
-    import torch
     from torch.utils.flop_counter import flop_registry
 
     from paralab.instruments.memory import Storages, tensors
@@ -287,14 +257,13 @@ def _counter() -> Any:
         def __init__(self) -> None:
             super().__init__("cpu")
             self.work, self.peak, self.with_result = Work(), 0, 0
-            self.is_result, self.result = False, None
-            self.retyped: dict[int, int] = {}  # {address: bytes of a storage's widest other type}
+            self.is_result, self.result = False, (lambda: None, 0)
             self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
         def backward(self, result: Any) -> None:
             self._settle()
             self.work, self.live, self.peak, self.kinds = Work(), 0, 0, (0.0, 0.5, 0.5)
-            self.with_result, self.result = 0, result and (weakref.ref(result), result.nbytes())
+            self.with_result, self.result = 0, (weakref.ref(result), result.nbytes())
 
         def _born(self, storage: Any) -> str | None:
             return "other" if self.is_result else None
@@ -308,11 +277,8 @@ def _counter() -> Any:
                 for tensor in tensors(values):
                     self._meet(tensor)
             self.peak = max(self.peak, self.live)
-            gone = self.result[1] if self.result and self.result[0]() is None else 0
+            gone = self.result[1] if self.result[0]() is None else 0
             self.with_result = max(self.with_result, self.live + gone)
-            if func in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default):
-                at = args[0].untyped_storage()._cdata
-                self.retyped[at] = max(self.retyped.get(at, 0), result.itemsize)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed

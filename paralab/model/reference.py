@@ -42,8 +42,7 @@ __all__ = ["GPT", "Stage", "Step", "batches", "optimizer", "train"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
-# fp16's loss scale: its first and largest value, and the steps without overflow until it doubles.
-FIRST_SCALE, LARGEST_SCALE, DOUBLE_AFTER = 2.0**16, 2.0**24, 2000
+FIRST_SCALE = 2.0**16  # of fp16's loss
 
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ def train(
 
     In 16 bits the optimizer updates fp32 weights, and the model computes with their rounded values.
     fp16's loss is scaled so that small gradients do not underflow, and a step whose gradients
-    overflow is skipped (Micikevicius+ 2018, arXiv:1710.03740).
+    overflow is skipped, and the scale halved (Micikevicius+ 2018, arXiv:1710.03740).
     """
     choice("precision", precision, tuple(DTYPES))
     whole("steps", steps, at_least=0)
@@ -342,7 +341,7 @@ def train(
     update = _optimizer(masters.values(), optimizer, lr)
 
     def trained() -> Iterator[Step]:
-        scale, since_change = (FIRST_SCALE if precision == "fp16" else 1.0), 0
+        scale = FIRST_SCALE if precision == "fp16" else 1.0
         yield Step(0.0, {}, _arrays(parameters))
         for step in range(steps):
             gpt.zero_grad()
@@ -358,8 +357,7 @@ def train(
                 for name, p in parameters.items()
             }
             norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-            finite, since_change = bool(norm.isfinite()), since_change + 1
-            if finite or precision != "fp16":
+            if norm.isfinite() or precision != "fp16":
                 limit = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
                 shrink = 1.0 if limit is None else min(1.0, limit / (norm.item() + 1e-6))
                 for name, master in masters.items():
@@ -367,9 +365,8 @@ def train(
                 update.step()
                 for name, p in parameters.items():
                     p.data.copy_(masters[name])
-            if precision == "fp16" and (not finite or since_change == DOUBLE_AFTER):
-                factor = 2.0 if finite else 0.5
-                scale, since_change = min(max(scale * factor, 1.0), LARGEST_SCALE), 0
+            else:
+                scale = max(scale / 2, 1.0)
             yield Step(total / len(microbatches), _arrays(gradients), _arrays(parameters))
 
     return trained()

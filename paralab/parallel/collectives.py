@@ -83,7 +83,7 @@ def tree_all_reduce(group: Group, tensor: Tensor) -> None:
         n = 4    round 0: 1 -> 0, 3 -> 2    round 1: 2 -> 0    then the same edges backwards
     """
     n, r = group.size, group.index
-    flat = _flat(tensor)
+    flat = tensor.view(-1)
     rounds = [2**k for k in range((n - 1).bit_length())]  # 1, 2, 4, ... below n
     incoming = None
     for distance in rounds:  # towards member 0, adding up
@@ -129,14 +129,7 @@ def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> 
 
 def split(tensor: Tensor, n: int) -> tuple[Tensor, ...]:
     """The n chunks of the flat tensor, views of it; see [Note: chunks]."""
-    return _flat(tensor).tensor_split(n)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        why = "it is not contiguous in memory"
-        raise illegal("tensor", tuple(tensor.shape), why, "tensor.contiguous()")
-    return tensor.view(-1)
+    return tensor.view(-1).tensor_split(n)
 
 
 def _neighbours(group: Group, ring: Sequence[int] | None) -> tuple[int, int, int, int]:

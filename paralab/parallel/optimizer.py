@@ -5,10 +5,8 @@ multiplied by a loss scale, so gradients are only ever added up. After backward 
 
     shared   sums of partial gradients: over tp ranks that hold the same parameter but process
              different tokens; and, of a tied embedding, over a pipeline's first and last stage
-    COPY     with grad_dtype="fp32-copy", the recipe of 20 bytes per parameter (theory/needs.py):
-             a copy of all gradients in fp32. Otherwise an UPDATE widens those of its own unit
     NORM     the sum of the gradients' squares, over all axes over which gradients are partitioned
-    UPDATE   one instruction per unit: unscale, clip, AdamW or SGD on fp32 values, round
+    UPDATE   one instruction per unit: widen, unscale, clip, AdamW or SGD on fp32 values, round
 
 fp16 has 5 bits of exponent, so the loss is multiplied by a scale that adapts: when a gradient
 overflows, the step is skipped and the scale halved; after 2000 good steps it doubles (Mixed
@@ -22,7 +20,6 @@ from collections.abc import Iterable
 
 from paralab.programs.instructions import (
     ALL_REDUCE,
-    COPY,
     NORM,
     RESCALE,
     UPDATE,
@@ -30,7 +27,6 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     gradients,
-    on_unit,
 )
 
 NORM_VALUE: Value = ("norm", 0, 0)
@@ -50,23 +46,18 @@ def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code
     return code + new_code
 
 
-def update(code: Code, *, sharded: bool, mixed: bool, scaled: bool, copied: bool) -> Code:
+def update(code: Code, *, sharded: bool, mixed: bool, scaled: bool) -> Code:
     """One optimizer step of every unit, in the order in which their gradients are complete.
 
     sharded  whether shards of units are updated (ZeRO), not whole units
     mixed    whether parameters have 16 bits, with fp32 masters
     scaled   whether gradients have to be divided by fp16's loss scale
-    copied   whether all gradients are first copied to fp32
     """
     grad, target = ("gshard", "shard") if sharded else ("grad", "w")
-    new_code, units = list(code), gradients(code)
-    if copied:
-        new_code += [on_unit(COPY, (grad, u, 0), ("wide", u, 0)) for u in units]
-    scale = [SCALE] if scaled else []
-    for u in units:
-        wide = [("wide", u, 0)] if copied else []  # the 16-bit gradient is read, and so kept, too
+    new_code, scale = list(code), [SCALE] if scaled else []
+    for u in gradients(code):
         masters = [("master", u, 0)] if mixed else []
-        reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0), *masters, *scale)
+        reads: tuple[Value, ...] = ((grad, u, 0), ("opt", u, 0), *masters, *scale)
         new_code.append(Instr(UPDATE, unit=u, reads=reads, writes=((target, u, 0), *masters)))
     return new_code
 

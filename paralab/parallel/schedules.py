@@ -207,17 +207,8 @@ def relay(parts: int, microbatches: int) -> list[Action]:
     return forwards + of_head + backwards
 
 
-_ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 _LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
-
-
-def parse(text: str) -> Action:
-    """``parse("4F0") == Action(4, "F", 0)``. Raises ValueError on anything else."""
-    match = _ACTION.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise illegal("action", text, "not an action", _LEGAL_ACTION)
-    stage, kind, microbatch = match.groups()
-    return Action(int(stage), kind, int(microbatch))
 
 
 def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
@@ -242,13 +233,14 @@ def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
 def _action(item: Any, rank: int, position: int) -> Action:
     try:
         if isinstance(item, str):
-            return parse(item)
+            stage, kind, microbatch = _ACTION.fullmatch(item).groups()
+            return Action(int(stage), kind, int(microbatch))
         stage, kind, microbatch = item
         if kind in KINDS:
             return Action(
                 whole("stage", stage, at_least=0), kind, whole("microbatch", microbatch, at_least=0)
             )
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         pass
     raise illegal(f"schedule[{rank}][{position}]", item, "not an action", _LEGAL_ACTION)
 
@@ -305,15 +297,13 @@ OWN_SCHEDULES = ("f(pp, microbatches)", "f(pp, microbatches, virtual_stages)")
 def takes_three(function: Callable[..., Any]) -> bool:
     """Whether ``function`` is f(pp, microbatches, virtual_stages), not f(pp, microbatches).
 
-    Raises ValueError if it is neither, or if its signature cannot be inspected.
+    Raises ValueError if it is neither.
     """
     for sizes in ((1, 1, 1), (1, 1)):
         try:
             inspect.signature(function).bind(*sizes)
         except TypeError:
             continue
-        except ValueError:  # a built-in function, for example, has no signature
-            break
         return len(sizes) == 3
     legal = " | ".join((*map(repr, (*SCHEDULES, RELAY)), *OWN_SCHEDULES))
     raise illegal("schedule", function, "cannot be called with the sizes of a pipeline", legal)

@@ -101,7 +101,6 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     plan, tiers = program.plan, program.plan.tiers
     stage, alone = plan.zero_stage, plan.shard_degree == 1
     mixed, scaled = program.model.item < 4, plan.precision == "fp16"
-    copied = plan.grad_dtype == "fp32-copy"
     measured = program.clips or scaled  # whether the gradients' norm is needed
     if plan.partition_messages:
         yield scatter_gather
@@ -120,9 +119,7 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     if tiers and tiers.gradients != "device":
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
         yield lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
-    yield lambda code: optimizer.update(
-        code, sharded=stage > 0, mixed=mixed, scaled=scaled, copied=copied
-    )
+    yield lambda code: optimizer.update(code, sharded=stage > 0, mixed=mixed, scaled=scaled)
     if stage in (1, 2) and not alone:
         yield zero.gather_updated
     run = runs(program)

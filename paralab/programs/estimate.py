@@ -49,7 +49,6 @@ class Estimate:
         self.p, self.m, self.v = space.pp, space.microbatches, space.virtual_stages
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
-        self.copied = space.grad_dtype == "fp32-copy"
         self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)  # bytes of an element
         self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))  # as in `Plan`
         # Bytes per parameter: of the optimizer's states, and that an update moves.
@@ -75,8 +74,8 @@ class Estimate:
         self.units = np.maximum(np.where(by_part, parts, units), 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         targets = np.where(self.zero == 0, self.tensors, self.units)
-        what = optimizer == "adamw", self.item < 4, (self.grad < 4) & ~self.copied
-        self.update_calls = update_calls(self.units, targets, *what) + self.units * self.copied
+        what = optimizer == "adamw", self.item < 4, self.grad < 4
+        self.update_calls = update_calls(self.units, targets, *what)
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
         sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload

@@ -81,8 +81,7 @@ def held(c: Any) -> dict[str, Array]:
     of_head = c.last * of_head + units
     of_block = np.maximum(block.forward_peak, block.backward_peak) + units
     of_next = (block.backward_peak - block.saved) * (c.units > 1) + received
-    widened = 4 * (grad < 4) * on_device["optimizer"] * updated
-    of_update, copies = widened / c.units * (1 - c.copied), widened * c.copied
+    widened = 4 * (grad < 4) * on_device["optimizer"] * updated / c.units
     in_units = np.where(leaves, later + leaving, grad_sum)
     moments = [  # activations, gradients, and workspace
         (base + at_head, before + leaving + head_gradients, of_head + sent),
@@ -91,7 +90,7 @@ def held(c: Any) -> dict[str, Array]:
         (base, in_units, c.first * embedding.backward_peak + sent),
         (base + deferred, grad_sum, weight_peak + sent),
         (base + c.space.splits * (deferred - block.deferred), grad_sum, of_block + sent),
-        (0.0, np.where(c.reduces_often, grad_sum, grad * updated) + copies, of_update),
+        (0.0, np.where(c.reduces_often, grad_sum, grad * updated), widened),
     ]
     table = [np.broadcast_arrays(parameters, optimizer, *moment, base)[:-1] for moment in moments]
     table = np.stack(table, 1)[:, :, :ROWS].reshape(len(CATEGORIES), -1, len(c.space))

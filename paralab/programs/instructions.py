@@ -17,7 +17,6 @@ of a unit, ``where`` is the unit's number on the rank. Kinds, and what they hold
              every micro-batch (`Plan.reduces_often`), the gradient of micro-batch ``version`` alone
     part     this rank's shard of one reduced gradient, before it is added to ``gshard``
     gshard   this rank's shard of the unit's gradient, summed over micro-batches
-    wide     an fp32 copy, for the update, of a 16-bit gradient or of its shard
     shard    this rank's shard of the parameters; ``second``: its larger shard under hpZ
     master   the fp32 master weights that this rank updates, where parameters have 16 bits
     piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one, or

@@ -49,7 +49,7 @@ from paralab.spec.forms import form_name
 # How many values an instruction that moves values reads and writes.
 MOVES = dict.fromkeys((*COLLECTIVES, KEEP, ADD, COPY, SEND), (1, 1)) | {RECEIVE: (0, 1)}
 
-COPIED = PARTS | {"wide", "second", "host.verdict"}  # what a COPY on a rank's own thread may write
+COPIED = PARTS | {"second", "host.verdict"}  # what a COPY on a rank's own thread may write
 
 
 class RankProgram:

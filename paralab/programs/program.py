@@ -78,7 +78,7 @@ class Program:
     @property
     def update_widens(self) -> bool:
         """Whether an UPDATE makes an fp32 copy of its own unit's 16-bit gradient."""
-        return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
+        return self.plan.grad_precision != "fp32"
 
     @property
     def update_rounds(self) -> bool:
@@ -132,7 +132,6 @@ class Program:
             "grad": ("gradients", grad * unit.numel),
             "part": ("buffers", grad * (unit.numel // plan.shard_degree)),
             "gshard": ("gradients", grad * share),
-            "wide": ("gradients", 4 * unit.numel // self.shards),
             "master": ("optimizer", 4 * elements // self.shards),
             "opt": ("optimizer", adamw * (self.optimizer == "adamw")),
         }

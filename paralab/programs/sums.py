@@ -45,7 +45,7 @@ from paralab.programs.instructions import (
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 
-GRADIENTS = frozenset(("grad", "part", "gshard", "wide"))
+GRADIENTS = frozenset(("grad", "part", "gshard"))
 NORMS = frozenset(("norm", "host.verdict"))  # the values from which an UPDATE reads the norm
 PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as their operand
 RANKS = {

@@ -65,9 +65,8 @@ class Plan(Description):
     precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" with a master
                      copy in fp32
     grad_dtype       with a 16-bit ``precision``, how parameters' gradients are accumulated over
-                     micro-batches and ranks: "fp32"; or "fp32-copy", in ``precision``, with a copy
-                     of all of them to fp32 before the update. None: in ``precision``. In each case
-                     one micro-batch's gradient is a 16-bit product, rounded as such
+                     micro-batches and ranks: "fp32"; None: in ``precision``. In each case one
+                     micro-batch's gradient is a 16-bit product, rounded as such
     tf32             with precision="fp32", on GPUs: matrix products round their operands to tf32's
                      mantissa of 10 bits, and are several times as fast. No effect on CPUs;
                      predictions use the rate that the cluster states
@@ -106,7 +105,7 @@ class Plan(Description):
     recompute: str = one_of("none", "selective", "full")
     offload: Any = checked(as_offload, None)
     precision: str = one_of("fp32", "bf16", "fp16")
-    grad_dtype: str | None = one_of(None, "fp32", "fp32-copy")
+    grad_dtype: str | None = one_of(None, "fp32")
     tf32: bool = flag(False)
     tp_mode: str = one_of("1d", "2d", "2.5d", "3d")
     tp_depth: int | None = count(None, at_most=MANY)

@@ -294,12 +294,6 @@ PRECISION = (
         "None, or precision='bf16' or 'fp16'",
     ),
     Rule(
-        "grad_dtype",
-        lambda s: implies(s.grad_dtype == "fp32-copy", s.place.optimizer == "device"),
-        "the fp32 copy is for an update on the device, and this plan's update runs on the host",
-        "None or 'fp32', or the optimizer on 'device'",
-    ),
-    Rule(
         "tf32",
         lambda s: implies(s.tf32, s.precision == "fp32"),
         "tf32 is for products of fp32 matrices, and precision={s.precision!r} has none",

@@ -10,8 +10,7 @@ Bytes per parameter depend on a recipe, which lists what is kept and how wide ea
     megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; ZeRO-
                                               Infinity counts the same (arXiv:2104.07857, sec. 3)
 
-A plan in 16 bits follows the last three, in this order, with ``grad_dtype`` of None, "fp32" and
-"fp32-copy".
+A plan in 16 bits follows zero-fp16, or with ``grad_dtype="fp32"`` megatron-bf16.
 
 Activations come in addition and grow with the batch (interpret/memory.py).
 
