@@ -184,7 +184,7 @@ def test_the_loss_chart_says_where_the_loss_went(four):
     for losses, said in (
         (four.losses, "the loss fell from 5.516 to 4.316 in 4 steps"),
         ([5.0, float("nan"), 4.0], "diverged at step 1"),
-        ([4.0, 5.0], "the loss rose from 4.000 to 5.000 in 2 steps"),
+        ([4.0, 5.0], "the loss went from 4.000 to 5.000 in 2 steps"),
     ):
         assert said in title(dataclasses.replace(four, losses=losses).loss_chart())
     assert "samples per step" in figure.below and len(figure.layout.shapes) == 1

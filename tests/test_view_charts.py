@@ -186,10 +186,9 @@ def test_a_picture_is_as_wide_as_the_lines_of_its_title(light, monkeypatch, made
     monkeypatch.setattr(
         pio, made, lambda *a, **named: asked.append(how.bind(*a, **named).arguments["width"])
     )
-    before = {"write_image": ("a.png", "png", 2), "to_image": ("png",)}[made]
-    for args, given in (((), {}), ((), {"width": 900}), ((900,), {}), ((), {"width": None})):
-        getattr(light["timelines"], made)(*before, *args, **given)
-    assert asked == [theme.ALONE.width, 900, 900, theme.ALONE.width]
+    for given in ({}, {"width": 900}):
+        getattr(light["timelines"], made)("png", **given)
+    assert asked == [theme.ALONE.width, 900]
 
 
 def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
@@ -262,19 +261,16 @@ def test_light_and_dark_differ_in_paper_and_ink_and_in_no_meaning(light):
         assert dark[name].layout.template.layout.paper_bgcolor == theme.DARK.paper
 
 
-def test_the_theme_is_chosen_by_call_or_environment_and_by_no_other_word(monkeypatch):
+def test_the_theme_is_chosen_by_call_and_by_no_other_word():
     def paper() -> str:
         return view.bytes_bars({"a": STATES}).layout.template.layout.paper_bgcolor
 
-    monkeypatch.delenv("PARALAB_THEME", raising=False)
-    assert paper() == theme.LIGHT.paper
-    monkeypatch.setenv("PARALAB_THEME", "dark")
-    with theme.drawn("light"):
+    with theme.drawn("dark"):
+        assert paper() == theme.DARK.paper
+        view.use_theme("light")
         assert paper() == theme.LIGHT.paper
-    assert paper() == theme.DARK.paper
-    monkeypatch.setenv("PARALAB_THEME", "sepia")
-    refuses(r"PARALAB_THEME='sepia'.*legal: 'light' \| 'dark'", paper)
-    refuses("theme='blue'", view.use_theme, "blue")
+    assert paper() == theme.LIGHT.paper
+    refuses(r"theme='blue'.*legal: 'light' \| 'dark'", view.use_theme, "blue")
 
 
 def linear(colour: str) -> np.ndarray:
@@ -538,11 +534,8 @@ LOST = {"a": [3.0, 2.0], "b": [3.0, float("nan")]}
 @pytest.mark.parametrize(("losses", "said"), [
     ({"a": [3.0, 2.0], "b": [3.0, 2.5]}, "a ends at 2.000, b at 2.500 nats"),
     ({"a": [3.0, 2.0], "b": [3.0, 2.0]}, "Both curves coincide: their losses are equal"),
-    ({"a": [3.0, 2.00001], "b": [3.5, 2.0]},
-     "All runs end at 2.000 nats, but their curves differ before"),
     (LOST, "b diverged at step 1"),
-    (LOST | {"c": [3.0, float("inf")]}, "b and c diverged at step 1"),
-    (LOST | {"c": [3.0, 2.0, float("inf")]}, "b and c diverged, the first at step 1"),
+    (LOST | {"c": [3.0, 2.0, float("inf")]}, "b diverged at step 1 and c diverged at step 2"),
 ])  # fmt: skip
 def test_losses_say_where_each_ends_or_which_diverged(losses, said):
     assert view.losses(losses).finding == said
@@ -705,7 +698,7 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
 
 # ---- scaling -------------------------------------------------------------------------------------
 def test_scaling_holds_every_point_against_what_one_rank_does_alone():
-    chart = view.scaling(pd.DataFrame(ROWS[::-1]))  # in whatever order
+    chart = view.scaling(ROWS[::-1])  # in whatever order
     frame, by_name = chart.table.set_index(["form", "ranks"]), {t.name: t for t in chart.data}
     assert frame.loc[("naive", 4), "efficiency"] == pytest.approx(0.5)
     assert frame.loc[("naive", 4), "throughput"] == pytest.approx(200.0)
@@ -745,7 +738,6 @@ ONE = synthetic.report(2)
     ("ranks=0: not a list of ranks; legal: 0, 1", lambda: view.timelines(ONE, ranks=0)),
     (r"ranks=\[\]: not a list of ranks", lambda: view.timelines(ONE, ranks=[])),
     ("report=None: not a report; legal: what pl.run", lambda: view.stage_time(None)),
-    ("step=9.*legal: 0", lambda: view.stage_time(ONE, step=9)),
     ("model=None: not a model description; legal: a pl.Model", lambda: view.zero_shards(None)),
     ("model='gpt3': not a model desc.*legal: a pl.Model", lambda: view.crossover("gpt3", 64)),
     (r"plan='2d': .*legal: a pl\.Plan\(tp=", lambda: view.blocks("2d")),
@@ -763,15 +755,12 @@ ONE = synthetic.report(2)
     (r"runs\['a'\]=3: not a run; legal: a report or a list of losses",
      lambda: view.losses({"a": 3})),
     ("finite number of at least 0", lambda: view.bytes_bars({"a": {"other": -1}})),
-    ("rows=3: not a table; legal: one row per run: form, ranks", lambda: view.scaling(3)),
-    (r"rows\[0\]=3: not a row with names; legal: one row", lambda: view.scaling([3])),
     (r"rows\[0\]\['step_time'\]=None", lambda: view.scaling([{"ranks": 1, "clock": "measured"}])),
     (r"\['clock'\]='wall'.*'measured'", lambda: view.scaling([ROWS[0] | {"clock": "wall"}])),
-    ("'measured'.*one figure has one clock; legal: replayed",
+    (r"rows\[1\]\['clock'\]='measured'.*legal: 'replayed'",
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
     ("nothing to draw", lambda: view.scaling([])),
-    ("seconds of='f': unknown choice; legal: 'f", lambda: view.schedules({"a": [["F0"]]}, f=1)),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):
     refuses(says, draw)

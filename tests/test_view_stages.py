@@ -220,9 +220,7 @@ def test_long_steps_are_in_seconds_and_deep_pipelines_show_some_stages():
     assert len(chart.layout.yaxis.ticktext) == 8
     assert stage_stretches.spread(range(64), 8) == [0, 9, 18, 27, 36, 45, 54, 63]
     assert stage_stretches.spread([3, 4], 8) == [3, 4] and stage_stretches.spread([3, 4], 1) == [3]
-    few = stage_time(deep(), ranks=[2])
-    assert few.table["rank"].unique().tolist() == [2] and "1 of 4 ranks" in few.below
-    assert "(ms)" in few.layout.xaxis.title.text
+    assert "(ms)" in stage_time(deep()).layout.xaxis.title.text
 
 
 def test_one_stage_has_a_picture_too():

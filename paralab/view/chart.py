@@ -138,15 +138,13 @@ class Chart(go.Figure):
         self._table, self.summary = table, summary
         return self
 
-    def write_image(self, file, format=None, scale=None, width=None, *args, **how: Any) -> None:
-        """Plotly's; without a width as wide as the lines of the title are broken for."""
-        width = width or self.layout.width or self._frame.width
-        super().write_image(file, format, scale, width, *args, **how)
+    def write_image(self, *args: Any, **how: Any) -> None:
+        """Plotly's; without ``width=`` as wide as the lines of the title are broken for."""
+        super().write_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
-    def to_image(self, format=None, width=None, *args, **how: Any) -> bytes:
+    def to_image(self, *args: Any, **how: Any) -> bytes:
         """As `write_image`, without a file."""
-        width = width or self.layout.width or self._frame.width
-        return super().to_image(format, width, *args, **how)
+        return super().to_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
     def __repr__(self) -> str:
         text = f"Chart({self.summary})"

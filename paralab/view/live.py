@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
-from paralab.theory.pipeline import Simulation, simulate
+from paralab.theory.pipeline import simulate
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import column, line
@@ -38,22 +38,19 @@ class _Source(NamedTuple):
         return [max(counts) for _, counts in self.curves]
 
 
-def live_activations(
-    *sources: Any, labels: Sequence[str] | None = None, step: int | None = None
-) -> Chart:
-    """How many micro-batches' activations each rank keeps, over one step.
+def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Chart:
+    """How many micro-batches' activations each rank keeps, over the typical step.
 
-    sources  reports of pipelines; schedules (a list of actions per rank), whose F, I and W take one
-             unit of time each; or simulations of schedules
+    sources  reports of pipelines, or schedules (a list of actions per rank), whose F, I and W take
+             one unit of time each
     labels   names of the sources; default: the plan's name, or "schedule"
-    step     the step of a report; default: the typical one
 
     Raises ValueError without sources, if they differ in the number of pipeline ranks, and on a
     report with one stage and one micro-batch.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
-    read = [_read(source, step) for source in sources]
+    read = [_read(source) for source in sources]
     names = naming.told_apart([one.name for one in read])
     names = names if labels is None else naming.given(labels, sources, "sources")
     if len(set(names)) < len(names):
@@ -72,22 +69,20 @@ def live_activations(
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def _read(source: Any, step: int | None) -> _Source:
+def _read(source: Any) -> _Source:
     """A micro-batch is alive on a stage from the start of its forward to the end of its backward,
     or of the weight half if backward is split.
     """
     report, name, clock = source, "schedule", ""
     if isinstance(source, Tables):
         name, clock = naming.subject(source), source.clock
-    elif isinstance(source, Simulation):
-        report = source.report()
     else:
         report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
     plan = report.plan
     if plan.pp == 1 and plan.microbatches == 1:
         why = "with one micro-batch on one stage there is nothing to count"
         raise illegal("sources", report, why, "the report of a pipeline")
-    step, ranks = boxes.chosen(report, step, None)
+    step, ranks = boxes.chosen(report, None, None)
     stage_of = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     spans = spans[spans["rank"].isin(stage_of)]

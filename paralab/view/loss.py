@@ -106,29 +106,24 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     curves = {theme.text(label): values for label, values in curves.items()}
     lost = {  # {label: the first step whose loss is not finite}
-        label: next(step for step, v in enumerate(values) if not math.isfinite(v))
+        label: step
         for label, values in curves.items()
-        if not all(map(math.isfinite, values))
+        for step, value in reversed(list(enumerate(values)))
+        if not math.isfinite(value)
     }
     if lost:
-        first = ", the first" * (len(set(lost.values())) > 1)
-        return f"{theme.listed(list(lost))} diverged{first} at step {min(lost.values())}"
+        return " and ".join(f"{label} diverged at step {step}" for label, step in lost.items())
     ends = {label: values[-1] for label, values in curves.items()}
     best, worst = (pick(ends, key=ends.__getitem__) for pick in (min, max))
     if len(curves) == 1:
-        values, last = curves[best], f"{ends[best]:.3f}"
-        if len(values) == 1:
-            return f"{best}: the loss of the only step is {last}"
-        first = f"{values[0]:.3f}"
-        verb = "went" if first == last else "fell" if ends[best] < values[0] else "rose"
-        return f"{best}: the loss {verb} from {first} to {last} in {len(values)} steps"
+        values = curves[best]
+        verb = "fell" if values[-1] < values[0] else "went"
+        steps = count_of(len(values), "step")
+        return f"{best}: the loss {verb} from {values[0]:.3f} to {values[-1]:.3f} in {steps}"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
         if spread == 0:
             return f"{both} coincide: their losses are equal"
         bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
         return f"{both} coincide: their losses differ by at most {bound}"
-    low, high, unit = f"{ends[best]:.3f}", f"{ends[worst]:.3f}", " nats" * nats
-    if low == high:
-        return f"All runs end at {high}{unit}, but their curves differ before"
-    return f"{best} ends at {low}, {worst} at {high}{unit}"
+    return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"

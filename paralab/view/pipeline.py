@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from paralab.checks import choice, illegal, instance
+from paralab.checks import instance
 from paralab.report import metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
@@ -33,12 +33,13 @@ WAITING = "waits for a neighbouring stage"
 
 
 def pipeline_timeline(
-    report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool | None
+    report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool
 ) -> Chart:
-    """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
-    if ideal is None:  # drawn if there is room, and if the report is not that of a bare schedule
-        drawn = len(boxes.chosen(report, step, ranks)[1])
-        ideal = drawn <= ROOM and report.model is not None
+    """The step's boxes; above them, if ``ideal`` and if there is room, those of the same schedule
+    with free links.
+    """
+    drawn = len(boxes.chosen(report, step, ranks)[1])
+    ideal = ideal and drawn <= ROOM and report.model is not None  # None: of a bare schedule
     real = section(report, step=step, ranks=ranks, compute_only=ideal, marked=True)
     bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
     sections, ideal_bubble = [real], None
@@ -138,27 +139,23 @@ def head(name: str, bubble: float) -> str:
 
 
 # ---- simulated schedules -------------------------------------------------------------------------
-def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: float) -> Chart:
+def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     """Several schedules, {name: lists of actions or a simulation}, under one another on one time
     axis: what its bubble costs each of them.
 
-    title    replaces the finding, which compares the slowest with the fastest
-    seconds  of ``forward``, ``backward`` and ``weight_grad`` for all of a rank's layers; default 1,
-             2 (1 if backward is split into halves) and 1 ms. Each of v chunks takes 1/v of them
+    title  replaces the finding, which compares the slowest with the fastest
 
-    Raises ValueError without schedules, on something that is no schedule, and if all take no time.
+    In lists, forward, backward and each half of a split backward take 1, 2, 1 and 1 ms for all of a
+    rank's layers; each of v chunks takes 1/v of that. Raises ValueError without schedules, and on
+    something that is no schedule.
     """
     naming.labelled("named", named, "{name: a schedule}")
-    for name in seconds:
-        choice("seconds of", name, ("forward", "backward", "weight_grad"))
     by_name = {
-        str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
+        str(name): schedule if isinstance(schedule, Simulation) else _timed(schedule)
         for name, schedule in named.items()
     }
     lengths = {name: schedule.makespan for name, schedule in by_name.items()}
     best = min(lengths, key=lengths.__getitem__)
-    if not lengths[best]:
-        raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
     slowest, fastest = (
         [theme.text(name) for name, length in lengths.items() if math.isclose(length, extreme)]
@@ -178,13 +175,13 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
     return timeline_rows.drawn(sections, finding, [], summary).titled(title)
 
 
-def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
-    """A schedule simulated with these costs or the default ones of `schedules`."""
+def _timed(lists: Sequence[Sequence[Any]]) -> Simulation:
+    """A schedule simulated with the costs that `schedules` states."""
     lists, order = checked(lists)
-    halves = W in order.kind
-    cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3, **seconds}
-    cost = {"weight_grad": 1e-3, **cost} if halves else cost
-    return simulate(lists, **{k: t * order.ranks / order.stages for k, t in cost.items()})
+    each = 1e-3 * order.ranks / order.stages
+    if W in order.kind:
+        return simulate(lists, forward=each, backward=each, weight_grad=each)
+    return simulate(lists, forward=each, backward=2 * each)
 
 
 def _bubble_of(name: str, bubble: float) -> str:

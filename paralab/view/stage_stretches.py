@@ -58,23 +58,18 @@ class Stretch(NamedTuple):
     parts: dict[str, float]
 
 
-def stage_time(
-    report: Tables, *, step: int | None = None, ranks: Sequence[int] | None = None
-) -> Chart:
-    """A step of every stage as stretches, each divided into what its time was spent on.
-
-    step   default: the step of median duration
-    ranks  default: the first rank of each stage, or all ranks if there is one stage; if these are
-           more than eight, eight of them, evenly spaced
+def stage_time(report: Tables) -> Chart:
+    """The step of median duration of every stage as stretches, each divided into what its time was
+    spent on. There is a row for the first rank of each stage, or for each rank if there is one
+    stage; of more than eight, eight are drawn, evenly spaced.
 
     Beneath each row are the rank's calls of data parallelism. ``.table`` has a row for every
-    stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
+    stretch, in seconds. Raises ValueError if the report has no step.
     """
     facts.needs_tables(report)
-    plan, (step, shown) = report.plan, boxes.chosen(report, step, ranks)
-    if ranks is None:
-        first = [r for r in shown if plan.pp == 1 or not any(plan.place(r)[1:])]
-        shown = spread(first, MAX_ROWS)
+    plan, (step, ranks) = report.plan, boxes.chosen(report, None, None)
+    first = [r for r in ranks if plan.pp == 1 or not any(plan.place(r)[1:])]
+    shown = spread(first, MAX_ROWS)
     stretches, calls, seconds = _read(report, step, shown)
     rows = {rank: float(i) for i, rank in enumerate(shown)}
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")

@@ -17,7 +17,6 @@ import contextlib
 import contextvars
 import html
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,28 +99,24 @@ SERIES_DASH = ("solid", "dash", "dot", "dashdot", "longdash")
 SERIES_SYMBOL = ("circle", "square", "diamond", "triangle-up", "x")
 SERIES_OF = {"ring": 0, "tree": 1, "hierarchical": 2, "overlapped": 0, "naive": 1, "bucketed": 2}
 
-_chosen: str | None = None
+_chosen = LIGHT
 
 
-def use_theme(name: str | None) -> None:
-    """Draw all later figures "light" or "dark"; None: as PARALAB_THEME says, else light.
-
-    Raises ValueError on another name.
-    """
+def use_theme(name: str) -> None:
+    """Draw all later figures "light" or "dark". Raises ValueError on another name."""
     global _chosen  # a setting of the reader's screen, not of any report
-    _chosen = None if name is None else choice("theme", name, tuple(LOOKS))
+    _chosen = LOOKS[choice("theme", name, tuple(LOOKS))]
 
 
 def look() -> Look:
-    """The current look. Raises ValueError if PARALAB_THEME is neither "light" nor "dark"."""
-    name = _chosen or os.environ.get("PARALAB_THEME") or "light"
-    return LOOKS[choice("PARALAB_THEME", name, tuple(LOOKS))]
+    """The current look."""
+    return _chosen
 
 
 @contextlib.contextmanager
 def drawn(name: str) -> Iterator[None]:
     """Figures made inside the block have this look, whatever was chosen before."""
-    before = _chosen
+    before = look().name
     use_theme(name)
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import choice, count_of, illegal
+from paralab.checks import count_of, illegal
 from paralab.report import facts
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
@@ -27,21 +27,18 @@ def timeline(
     *,
     step: int | None = None,
     ranks: Sequence[int] | None = None,
-    ideal: bool | None = None,
+    ideal: bool = True,
 ) -> Chart:
     """One box per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
 
-    ideal   for a pipeline: whether its schedule with free links is drawn above. Default: if there
-            is room for both
+    ideal   for a pipeline: whether its schedule with free links is drawn above, if there is room
+            for both
 
     The axis has milliseconds from the step's start. Raises ValueError if the report has no such
-    step or rank, and for ``ideal`` without a pipeline.
+    step or rank.
     """
-    choice("ideal", ideal, (True, False, None))
     if report.plan.pp > 1:
         return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
-    if ideal:
-        raise illegal("ideal", ideal, "one stage has no schedule", "None, or pp > 1")
     section = boxes.section(report, step=step, ranks=ranks)
     several = report.steps["step"].nunique() > 1  # true of an observed program, not of a function
     remarks = [f"step {section.step}"] if several or report.model is not None else []
