@@ -170,7 +170,6 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
     assert sorted(zip(found["lane"], found["op"], found["category"], strict=True)) == sorted(
         copy[:3] for copy in COPIES
     )
-    assert "bytes" not in made(copies=[]).timeline().table
 
 
 def test_the_hosts_processor_adds_and_updates_on_its_own_row(one):

@@ -149,8 +149,8 @@ def test_no_second_of_a_rank_is_lost_and_none_counted_twice(detail, settings):
         assert np.allclose(mine["start"].iloc[1:], mine["end"].iloc[:-1], atol=1e-12)
         here = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
         for kind in ("forward", "backward", "weight_grad", "optimizer"):
-            told = float(mine[kind].sum()) if kind in mine else 0.0
-            assert told == pytest.approx(here["cost"][here["kind"] == kind].sum(), rel=1e-9)
+            cost = here["cost"][here["kind"] == kind].sum()
+            assert mine[kind].sum() == pytest.approx(cost, rel=1e-9)
     # In full, calls have boxes of their own; what is computed again waits for its gradient inside.
     inside = detail == "actions" and ("tp" in settings or "recompute" in settings)
     assert (table["within"].sum() > 0.01 * steps.max()) == inside

@@ -30,9 +30,8 @@ from paralab.view.matrix_blocks import (
     table,
 )
 
-LOW = "₀₁₂₃₄₅₆₇₈₉"
+LOW = "₀₁"  # a grid of at most eight ranks is 2 × 2
 COLOUR = f"colour: the rank that holds a block{GREY}"
-MOST_TERMS = 3  # up to so many products are written out in a block of Y
 
 
 class Step(NamedTuple):
@@ -98,7 +97,7 @@ def summa(plan: Plan) -> list[Step]:
             i, j, z = place["i"], place["j"], place.get("z", 0)
             terms = [f"{_block('X', i, k, z)}{_block('W', k, j)}" for k in range(step + 1)]
             text = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
-            cells.append(cell._replace(label=text if q <= MOST_TERMS else f"{step + 1} of {q}"))
+            cells.append(cell._replace(label=text))
         title = f"Step {step + 1} of {q}: column {step} of X goes along the rows, row {step} of W "
         title += "along the columns; each rank adds a product"
         steps.append(Step(title, f"{step + 1}", cells, arrows))

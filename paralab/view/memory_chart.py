@@ -26,17 +26,17 @@ from paralab.view.stacked_bars import bytes_bars
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
-def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
-    """Bytes on the device by category over one step, a panel for every rank. If the rank with the
-    highest peak also keeps data on the host or in files, the title's second line says how much.
+def memory_chart(report: Tables, *, rank: int | None = None) -> Chart:
+    """Bytes on the device by category over the step with the highest peak, the last of several, a
+    panel for every rank. If the rank with the highest peak also keeps data on the host or in files,
+    the title's second line says how much.
 
     rank  one rank only. Default: all; of more than four, the one with the highest peak and others
           evenly spaced
-    step  default: the one with the highest peak, the last of several
 
-    Raises ValueError if the report has no memory samples, or none of that rank or step.
+    Raises ValueError if the report has no memory samples, or none of that rank.
     """
-    by_rank = curves(report, ranks=None if rank is None else [rank], step=step)
+    by_rank = curves(report, rank)
     shown = _spaced(by_rank)
     worst = fullest(by_rank)
     remarks = [f"step {worst.step}"]
@@ -55,22 +55,15 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     )
 
 
-def memory_charts(
-    runs: Mapping[str, Tables],
-    *,
-    rank: int = 0,
-    step: int | None = None,
-    title: str | None = None,
-) -> Chart:
-    """One rank of several runs, {label: report}, one above the other on one scale of bytes.
+def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
+    """Rank 0 of several runs, {label: report}, one above the other on one scale of bytes.
 
     title  replaces the finding, which compares the peaks
 
     The step of every run is as wide as the figure, as runs are compared in bytes, not in time.
-    Raises ValueError without runs, and on a run without memory samples of that rank or step, which
-    it names.
+    Raises ValueError without runs, and on a run without memory samples of rank 0, which it names.
     """
-    by_run = _curve_of_each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
+    by_run = _curve_of_each(runs, lambda report: curves(report, 0)[0])
     peaks = {label: curve.peak for label, curve in by_run.items()}
     several, first = len({report.clock for report in runs.values()}) > 1, next(iter(by_run))
     heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in by_run.items()]
@@ -78,30 +71,23 @@ def memory_charts(
         if i and peaks[first]:
             heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
-    below = f"{f'rank {rank}, ' * many}one step of each run, all on one scale of bytes"
+    below = f"{'rank 0, ' * many}one step of each run, all on one scale of bytes"
     fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
     return fig.titled(title).explained(
-        f"memory of {count_of(len(by_run), 'run')} on rank {rank}, by category: "
-        f"{' | '.join(by_run)}",
+        f"memory of {count_of(len(by_run), 'run')} on rank 0, by category: {' | '.join(by_run)}",
         _table(by_run),
     )
 
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
     """The peaks of several runs, {label: report}, by category: for each run a bar of the rank with
-    the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
+    the highest peak, and a line at the memory of a device that is the same for all. ``title``
+    replaces the finding. Raises ValueError as `memory_charts` does.
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
     peaks = {name: curve.peak for name, curve in by_run.items()}
-    lines: dict[tuple[str, int], list[str]] = {}  # {(label, bytes) of a device: its runs}
-    for name, curve in by_run.items():
-        for line in limits(curve, max(peaks.values())).items():
-            lines.setdefault(line, []).append(name)
-    labels = [label for label, _ in lines]
-    room = {  # with the names of its runs if another device has the same label
-        label + f" of {theme.listed(runs_of)}" * (labels.count(label) > 1): n
-        for (label, n), runs_of in lines.items()
-    }
+    devices = [set(limits(c, max(peaks.values())).items()) for c in by_run.values()]
+    room = dict(set.intersection(*devices))
     held = {name: curve.held for name, curve in by_run.items()}
     chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
     return chart.retitled(_verdict(peaks), chart.below).titled(title)

@@ -75,8 +75,7 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     marked  whether the line at the end stands where the pipeline ends instead of the step
     asked   compute_only, step and ranks, as `boxes.section` takes them
     """
-    asked = {"compute_only": True, "most": timeline_rows.MAX_BOXES, **asked}
-    result = boxes.section(report, label=label, **asked)
+    result = boxes.section(report, label=label, **{"compute_only": True} | asked)
     zero, _ = boxes.extent(report, result.step)
     parts = {
         rank: (start - zero, end - zero)
@@ -100,8 +99,6 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     # Where no waits are recorded, every gap is one; a bare schedule has those of its last actions.
     if report.model is None or all(b["kind"] != "wait" for b in result.boxes):
         low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
-        if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
-            high = max(b["start"] for b in result.boxes)
         fill(result, dict.fromkeys(result.ranks, (low, high)))
     else:
         fill(result, edges, parts)
@@ -194,7 +191,7 @@ def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     section, order = simulated(simulation, name), simulation.order
     remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
     remarks += [f"v={v}"] * (v > 1)
-    summary = f"timeline of {name}: {section.total} actions on {order.ranks} ranks"
+    summary = f"timeline of {name}: {len(order.kind)} actions on {order.ranks} ranks"
     finding = _bubble_of(name, simulation.bubble_rate)
     return timeline_rows.drawn([section], finding, remarks, summary)
 

@@ -104,13 +104,12 @@ def stage_time(report: Tables) -> Chart:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
-    kinds = [kind for kind in ORDER if any(kind in stretch.parts for stretch in stretches)]
     summary = f"{len(stretches)} stretches on {count_of(len(shown), 'rank')}"
     return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {summary}",
         lambda: (
-            " ".join(["rank phase start end", *kinds]),
-            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in kinds)) for one in stretches],
+            " ".join(["rank phase start end", *ORDER]),
+            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in ORDER)) for one in stretches],
         ),
     )
 

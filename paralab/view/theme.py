@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 from paralab.checks import choice
@@ -97,7 +96,6 @@ LIGHT, DARK = (Look(**{name: both[i] for name, both in _INKS.items()}) for i in 
 LOOKS = {"light": LIGHT, "dark": DARK}
 SERIES_DASH = ("solid", "dash", "dot", "dashdot", "longdash")
 SERIES_SYMBOL = ("circle", "square", "diamond", "triangle-up", "x")
-SERIES_OF = {"ring": 0, "tree": 1, "hierarchical": 2, "overlapped": 0, "naive": 1, "bucketed": 2}
 
 _chosen = LIGHT
 
@@ -172,18 +170,11 @@ def on(background: str) -> str:
 
 
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
-    """{label: {"ink", "dash", "symbol"}}: how each curve is drawn. Well-known labels (ring, tree,
-    naive, ...) look the same in every figure.
-    """
-    taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
-    if len(set(taken.values())) < len(taken):  # two have one style, as ring and overlapped have
-        taken = {}
-    free = (i for i in count() if i not in taken.values())
-    place = {label: taken[label] if label in taken else next(free) for label in labels}
+    """{label: {"ink", "dash", "symbol"}}: how each curve is drawn."""
     looks = {"ink": look().series, "dash": SERIES_DASH, "symbol": SERIES_SYMBOL}
     return {
         label: {name: values[i % len(values)] for name, values in looks.items()}
-        for label, i in place.items()
+        for i, label in enumerate(labels)
     }
 
 

@@ -33,7 +33,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     shown, window, n_boxes = [], 0.0, 0
     for section in sections:
         in_order = sorted(section.boxes, key=lambda b: (b["start"], b["id"]))
-        first, n = in_order[: MAX_BOXES // len(sections)], max(len(in_order), section.total)
+        first, n = in_order[: MAX_BOXES // len(sections)], len(in_order)
         until = (
             section.seconds if len(first) == n else max((b["start"] for b in first), default=0.0)
         )

@@ -93,7 +93,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     return fig.draw([*traces, *bars], notes, shapes).explained(
         f"traffic of {naming.subject(report)}, {report.clock}: "
         f"{count_of(len(flows), 'part')} of {count_of(len(links), 'link')}",
-        lambda: _moved(report, copies),
+        lambda: _moved(report),
     )
 
 
@@ -187,15 +187,13 @@ def _finding(
     return f"{text}; {theme.share(far / total)} of it between nodes" if 0 < far < total else text
 
 
-def _moved(report: Tables, copies: bool) -> pd.DataFrame:
-    """The bytes that ranks send, edge by edge. With ``copies`` also those that they copy, as sent
-    to themselves: for these op is the link, and an additional column has the category.
+def _moved(report: Tables) -> pd.DataFrame:
+    """The bytes that ranks send, edge by edge, and those that an offload copies, as sent to
+    themselves: for these op is the link, and category says what is copied.
     """
-    sent = amounts.traffic(report, by=("edge", "axis", "level", "op"))
-    if not copies:
+    sent = amounts.traffic(report, by=("edge", "axis", "level", "op")).assign(category="")
+    if report.plan.tiers is None:
         return sent
     copied = amounts.copied(report).rename(columns={"rank": "sender", "link": "op"})
     copied = copied.assign(receiver=copied["sender"], axis="", level="")
-    tables = [sent.assign(category="")] * (len(sent) > 0) + [copied]
-    columns = [*sent.columns.drop("bytes"), "category", "bytes"]
-    return pd.concat([part[columns] for part in tables], ignore_index=True)
+    return pd.concat([sent] * (len(sent) > 0) + [copied[sent.columns]], ignore_index=True)
