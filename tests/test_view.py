@@ -17,7 +17,6 @@ from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
-from paralab.view.perfetto import events
 from refusals import refuses
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
@@ -302,9 +301,7 @@ def trace(four, tmp_path_factory) -> list[dict]:
 
 
 def test_the_trace_has_the_fields_that_the_format_requires(trace, four):
-    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"},
-                "s": {"name", "cat", "id", "ts"},
-                "f": {"name", "cat", "id", "ts", "bp"}}  # fmt: skip
+    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"}}
     for event in trace:
         assert required[event["ph"]] <= set(event), event
         assert type(event["pid"]) is int and type(event["tid"]) is int
@@ -331,24 +328,6 @@ def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_whose_slices_do_
         assert all((8 * time).is_integer() for pair in slices for time in pair)
 
 
-@pytest.mark.parametrize("report", ["four", "late"])
-def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(report, four):
-    if report == "late":  # a rank waits for messages that are not in flight yet
-        cluster = pl.Cluster.preset("dgx-a100")
-        four = pl.predict(synthetic.MODEL, Plan(pp=2, microbatches=3), cluster, steps=1)
-    trace, by_id = events(four), four.spans.set_index("id")
-    starts = {e["id"]: e for e in trace if e["ph"] == "s"}
-    ends = {e["id"]: e for e in trace if e["ph"] == "f"}
-    pairs = [(cause, i) for i, after in by_id["after"].items() for cause in after]
-    assert starts.keys() == ends.keys() == set(range(len(pairs)))
-    slices = {e["args"]["id"]: e for e in trace if e["ph"] == "X"}
-    for i, (cause, effect) in enumerate(pairs):
-        assert starts[i]["ts"] <= ends[i]["ts"], "viewers drop an arrow that ends before it starts"
-        for end, span in ((starts[i], slices[cause]), (ends[i], slices[effect])):
-            assert all(end[name] == span[name] for name in ("pid", "tid"))
-            assert span["ts"] <= end["ts"] <= span["ts"] + span["dur"]
-
-
 def test_slices_carry_times_micro_batch_and_bytes(trace, four):
     slices = [e for e in trace if e["ph"] == "X"]
     assert len(slices) == len(four.spans)
@@ -357,4 +336,5 @@ def test_slices_carry_times_micro_batch_and_bytes(trace, four):
     comm = [e for e in slices if e["cat"] == "comm"]
     assert {e["name"] for e in comm} == {"all_reduce"}
     assert sum(e["args"]["wire_bytes"] for e in comm) == four.collectives["wire_bytes"].sum()
+    assert [e["args"]["after"] for e in slices] == four.spans["after"].map(list).tolist()
     assert {e["name"] for e in slices if e["cat"] == "forward"} == {"forward 0", "forward 1"}

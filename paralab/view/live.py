@@ -22,7 +22,6 @@ from paralab.view.marks import column, line
 from paralab.view.marks.areas import area
 from paralab.view.marks.boxes import rows_axis
 
-MAX_RANKS = 16
 ROOM = 1.28  # height of a rank's row over the highest value of any curve
 
 
@@ -108,7 +107,7 @@ def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, 
 # ---- drawing -------------------------------------------------------------------------------------
 def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
     first, several = sources[0], len(sources) > 1
-    ranks = range(min(len(first.curves), MAX_RANKS))
+    ranks = range(len(first.curves))
     highest = max(source.peaks[r] for source in sources for r in ranks) or 1
     in_ms, row = all(source.clock for source in sources), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
@@ -118,8 +117,6 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
     remarks += shares
     if first.chunks > 1:
         remarks.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
-    if len(first.curves) > len(ranks):
-        remarks.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
     styles = theme.series([source.name for source in sources])
     inks = [styles[source.name]["ink"] for source in sources]
     if not several:
@@ -161,19 +158,16 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
         for time, count in zip(*curve, strict=True)
     ]
     subjects = " | ".join(source.name for source in sources)
-    subjects += f" on {count_of(len(first.curves), 'rank')}"
+    subjects += f" on {count_of(len(ranks), 'rank')}"
     return fig.explained(f"live activations of {subjects}", ("source rank time live", rows))
 
 
 def _finding(sources: list[_Source]) -> str:
     first, *others = sources
-    peaks = first.peaks
-    most = count_of(peaks[0], "chunk" if first.chunks > 1 else "micro-batch", "g")
-    if others:
-        verb = "is" if peaks[0] == 1 else "are"
-        rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)
-        return f"On the first rank at most {most} {verb} alive under {theme.text(first.name)}{rest}"
-    where = f" on the first rank, {peaks[-1]:g} on the last"
-    if len(set(peaks)) == 1:
-        where = " on every rank" * (len(peaks) > 1)
-    return f"{theme.text(first.name)} keeps at most {most}{where}"
+    most = count_of(first.peaks[0], "chunk" if first.chunks > 1 else "micro-batch", "g")
+    if not others:
+        last = f"{first.peaks[-1]:g} on the last"
+        return f"{theme.text(first.name)} keeps at most {most} on the first rank, {last}"
+    verb = "is" if first.peaks[0] == 1 else "are"
+    rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)
+    return f"On the first rank at most {most} {verb} alive under {theme.text(first.name)}{rest}"

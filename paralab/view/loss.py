@@ -121,9 +121,10 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
         steps = count_of(len(values), "step")
         return f"{best}: the loss {verb} from {values[0]:.3f} to {values[-1]:.3f} in {steps}"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
-        both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
-        if spread == 0:
-            return f"{both} coincide: their losses are equal"
-        bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
-        return f"{both} coincide: their losses differ by at most {bound}"
+        by = (
+            f"differ by at most {10.0 ** math.ceil(math.log10(spread)):.0e}"
+            if spread
+            else "are equal"
+        )
+        return f"All curves coincide: their losses {by}"
     return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"
