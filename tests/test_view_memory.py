@@ -257,10 +257,6 @@ def test_runs_with_limits_of_their_own_are_drawn_with_these(two):
     }
     lines = [s for s in view.memory_charts(runs).layout.shapes if s.line.dash == "dash"]
     assert {s.yref: s.y0 for s in lines} == {"y": low / 1e6, "y3": high / 1e6}
-    assert not view.memory_bars(runs).layout.shapes  # a line through all bars is every run's
-    same = view.memory_bars(dict.fromkeys(("a", "b"), runs["low"]))
-    assert {s.x0 for s in same.layout.shapes} == {low / 1e6}
-    assert any(word.startswith("<b>the memory limit</b>") for word in words(same))
 
 
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):

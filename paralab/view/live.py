@@ -2,8 +2,8 @@
 
 A forward saves a micro-batch's activations, and its backward (if split, the weight half W) frees
 them. In between they are alive, and how many are alive at once decides whether a schedule fits:
-GPipe keeps all m, 1F1B at most p - r on rank r, with the same bubble. If a rank has several stages,
-the count is in chunks, each with 1/v of the rank's layers.
+GPipe keeps all m, 1F1B at most p - r on rank r, with the same bubble. A chunk, of which a rank has
+v, counts as 1/v, its share of the rank's layers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ROOM = 1.28  # height of a rank's row over the highest value of any curve
 class _Source(NamedTuple):
     name: str
     clock: str  # "": a schedule without a report, whose unit of time is one forward
-    chunks: int  # stages of a rank; 1 if the counts are shares of its layers
     curves: list[tuple[list[float], list[float]]]  # by rank: times, and the count from each on
     split: bool  # whether some backward is split into its halves I and W
+    chunks: bool  # whether a rank has several
 
     @property
     def peaks(self) -> list[float]:
@@ -55,16 +55,11 @@ def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Char
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
     read = [one._replace(name=name) for one, name in zip(read, names, strict=True)]
-    mixed = len({one.chunks for one in read}) > 1
-    if mixed:  # one of v chunks has 1/v of a rank's layers
-        for i, one in enumerate(read):
-            scaled = [(times, [n / one.chunks for n in counts]) for times, counts in one.curves]
-            read[i] = one._replace(curves=scaled, chunks=1)
     ranks = {len(one.curves) for one in read}
     if len(ranks) > 1:
         why = "the pipelines differ in their numbers of ranks"
         raise illegal("sources", sorted(ranks), why, "as many ranks in each")
-    return _drawn(read, ["a chunk counts as its share of the rank's layers"] * mixed)
+    return _drawn(read)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -90,22 +85,22 @@ def _read(source: Any) -> _Source:
     work = work.groupby([work["rank"].map(stage_of), "stage", "microbatch"])
     lives = (work.agg({"start": "min", "end": "max"}) - zero).reset_index("rank")
     lives_of = (lives[lives["rank"] == pp] for pp in range(plan.pp))
-    curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero) for one in lives_of]
-    split = "weight_grad" in set(spans["kind"])
-    return _Source(name, clock, plan.virtual_stages, curves, split)
+    v = plan.virtual_stages
+    curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero, v) for one in lives_of]
+    return _Source(name, clock, curves, "weight_grad" in set(spans["kind"]), v > 1)
 
 
-def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, list]:
+def _curve(starts: list[float], ends: list[float], total: float, v: int) -> tuple[list, list]:
     changes = Counter({0.0: 0})  # {time: the sum of all changes at that time}
     changes.update(starts)
     changes.subtract(ends)
     times = sorted(changes)
-    counts = list(accumulate(changes[time] for time in times))
+    counts = [n / v for n in accumulate(changes[time] for time in times)]
     return [*times, float(total)], [*counts, counts[-1]]
 
 
 # ---- drawing -------------------------------------------------------------------------------------
-def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
+def _drawn(sources: list[_Source]) -> Chart:
     first, several = sources[0], len(sources) > 1
     ranks = range(len(first.curves))
     highest = max(source.peaks[r] for source in sources for r in ranks) or 1
@@ -114,9 +109,8 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
     remarks = naming.clock_lines(source.clock for source in sources if source.clock)
     halves = " (I and W one each)" if any(source.split for source in sources) else ""
     remarks += [f"a schedule: F takes one unit of time, B two{halves}"] * (not in_ms)
-    remarks += shares
-    if first.chunks > 1:
-        remarks.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
+    if any(source.chunks for source in sources):
+        remarks.append("a chunk counts as its share of the rank's layers")
     styles = theme.series([source.name for source in sources])
     inks = [styles[source.name]["ink"] for source in sources]
     if not several:
@@ -164,7 +158,7 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
 
 def _finding(sources: list[_Source]) -> str:
     first, *others = sources
-    most = count_of(first.peaks[0], "chunk" if first.chunks > 1 else "micro-batch", "g")
+    most = count_of(first.peaks[0], "micro-batch", "g")
     if not others:
         last = f"{first.peaks[-1]:g} on the last"
         return f"{theme.text(first.name)} keeps at most {most} on the first rank, {last}"

@@ -7,7 +7,7 @@ of a figure and writes its finding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,7 @@ from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import Curve, capacity, curves, fullest
-from paralab.view.memory_panels import MAX_PANELS, drawn, limits
+from paralab.view.memory_panels import MAX_PANELS, drawn
 from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
 from paralab.view.stacked_bars import bytes_bars
@@ -46,7 +46,7 @@ def memory_chart(report: Tables, *, rank: int | None = None) -> Chart:
         if (offloaded := peak(report, tier=tier, rank=worst.rank)) is not None and offloaded.total:
             remarks.append(f"at most {theme.in_bytes(offloaded.total)} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
-    fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
+    fig = drawn(shown, heads, _finding(worst), naming.clock_line(report, *remarks))
     of = f"{len(shown)} of " * (len(by_rank) > 1)
     ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
     return fig.explained(
@@ -81,15 +81,12 @@ def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Ch
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
     """The peaks of several runs, {label: report}, by category: for each run a bar of the rank with
-    the highest peak, and a line at the memory of a device that is the same for all. ``title``
-    replaces the finding. Raises ValueError as `memory_charts` does.
+    the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
     peaks = {name: curve.peak for name, curve in by_run.items()}
-    devices = [set(limits(c, max(peaks.values())).items()) for c in by_run.values()]
-    room = dict(set.intersection(*devices))
     held = {name: curve.held for name, curve in by_run.items()}
-    chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
+    chart = bytes_bars(held).said_below("of each run, the rank with the highest peak")
     return chart.retitled(_verdict(peaks), chart.below).titled(title)
 
 
@@ -142,17 +139,14 @@ def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curv
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def _finding(curves: Sequence[Curve], worst: Curve) -> str:
+def _finding(worst: Curve) -> str:
     report, category = worst.report, max(worst.held, key=worst.held.__getitem__)
     share = worst.held[category] / worst.peak if worst.peak else 0.0
     text = f"{theme.text(naming.subject(report))}: memory peaks at {theme.in_bytes(worst.peak)}"
     if limit := report.meta.get("memory_limit"):
         text += f" of {theme.in_bytes(limit)}"
     text += f" {worst.phase(worst.peak_at)}"
-    if len(curves) > 1 and worst.peak - min(c.peak for c in curves) <= ALIKE * worst.peak:
-        text += " on every rank"
-    elif report.world_size > 1:
-        text += f" on rank {worst.rank}"
+    text += f" on rank {worst.rank}" * (report.world_size > 1)
     verb = "takes" if category == "workspace" else "take"
     return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.share(share)}"
 

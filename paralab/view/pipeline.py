@@ -64,8 +64,6 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     text = _bubble_of(naming.subject(report), bubble)
     if ideal_bubble is None:
         return text
-    if percent(ideal_bubble) == percent(bubble):
-        return f"{text}, the same as if links took no time"
     return f"{text}, {theme.share(ideal_bubble)} if links took no time"
 
 

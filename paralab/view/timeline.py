@@ -101,8 +101,6 @@ def finding(section: Section) -> str:
     """What the picture of one report proves, in one sentence."""
     report, step = section.report, section.step
     name = theme.text(naming.subject(report))
-    if section.duration <= 0:
-        return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
     shares, hidden = section.shares, []
@@ -146,7 +144,7 @@ def _verdict(sections: list[Section]) -> str:
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
     fast = min(sections, key=lambda section: section.duration)
     slow = max(sections, key=lambda section: section.duration)
-    if fast.duration <= 0 or slow.duration / fast.duration - 1 < SAME:
+    if slow.duration / fast.duration - 1 < SAME:
         return f"All take the same time within {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
     times = [f"{theme.text(s.label)} takes {s.duration * 1e3:.1f} ms" for s in (fast, slow)]
     return f"{'; '.join(times)}, {slow.duration / fast.duration:.2f} times as long"

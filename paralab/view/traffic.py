@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from paralab.checks import choice, count_of
+from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
@@ -33,7 +33,6 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
 
     matrix  False: only the bars, as always with more than 128 ranks
     """
-    choice("matrix", matrix, (True, False))
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
     steps = report.model is not None or "observed" in report.meta  # else calls of a function
     n, unit = len(facts.reported_ranks(report)), "step" if steps else "call"
