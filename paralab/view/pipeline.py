@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from paralab.checks import instance
 from paralab.report import metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
@@ -185,7 +184,6 @@ def _bubble_of(name: str, bubble: float) -> str:
 
 def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     """The timeline of a simulated schedule."""
-    instance("simulation", simulation, Simulation, "what theory.pipeline.simulate(...) returned")
     section, order = simulated(simulation, name), simulation.order
     remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
     remarks += [f"v={v}"] * (v > 1)

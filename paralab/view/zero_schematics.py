@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from paralab.checks import illegal, instance, whole
+from paralab.checks import illegal, whole
 from paralab.interpret import quick
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COMPUTE, KEEP, WAIT
@@ -37,7 +37,6 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
 
     ``table``: stage, rank, category, bytes. Raises ValueError on fewer than 2 ranks or too many.
     """
-    instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
     whole("dp", dp, at_least=2, at_most=MOST_RANKS)
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
