@@ -105,26 +105,13 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     curves = {theme.text(label): values for label, values in curves.items()}
-    lost = {  # {label: the first step whose loss is not finite}
-        label: step
-        for label, values in curves.items()
-        for step, value in reversed(list(enumerate(values)))
-        if not math.isfinite(value)
-    }
-    if lost:
-        return " and ".join(f"{label} diverged at step {step}" for label, step in lost.items())
-    ends = {label: values[-1] for label, values in curves.items()}
-    best, worst = (pick(ends, key=ends.__getitem__) for pick in (min, max))
+    ends = sorted((math.isnan(last), last, label) for label, (*_, last) in curves.items())
+    (*_, low, best), (*_, high, worst) = ends[0], ends[-1]
     if len(curves) == 1:
-        values = curves[best]
-        verb = "fell" if values[-1] < values[0] else "went"
-        steps = count_of(len(values), "step")
-        return f"{best}: the loss {verb} from {values[0]:.3f} to {values[-1]:.3f} in {steps}"
+        first, steps = curves[best][0], count_of(len(curves[best]), "step")
+        verb = "fell" if low < first else "went"
+        return f"{best}: the loss {verb} from {first:.3f} to {low:.3f} in {steps}"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
-        by = (
-            f"differ by at most {10.0 ** math.ceil(math.log10(spread)):.0e}"
-            if spread
-            else "are equal"
-        )
-        return f"All curves coincide: their losses {by}"
-    return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"
+        bound = 10.0 ** math.ceil(math.log10(spread)) if spread else 0
+        return f"All curves coincide: their losses differ by at most {bound:g}"
+    return f"{best} ends at {low:.3f}, {worst} at {high:.3f}{' nats' * nats}"

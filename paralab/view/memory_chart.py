@@ -155,10 +155,8 @@ def _verdict(peaks: Mapping[str, float]) -> str:
     """Which run needs the least memory, which the most, and their ratio."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
     low, high = theme.in_bytes(peaks[least]), theme.in_bytes(peaks[most])
-    if len(peaks) == 1:
-        return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
-        return f"All need the same memory within {theme.percent(ALIKE)}: {high} at the peak"
+        return f"Memory peaks at {high}"
     share = f"{theme.share(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
     return f"“{theme.text(least)}” needs {low} at its peak, {share}"
 
