@@ -101,8 +101,6 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
         f"{share}"
     )
     assert "measured clock" in chart.below and "step 0" in chart.below
-    assert repr(chart) == \
-        "Chart(memory of dp=2, overlapped, measured: 2 of 2 ranks, by category)"  # fmt: skip
 
 
 def test_the_edges_of_a_strips_many_boxes_do_not_hide_them():
@@ -147,7 +145,7 @@ def test_the_fullest_step_is_drawn_of_all_ranks_or_of_one():
         assert "step 2" in report.memory_chart().below
     one = report.memory_chart(rank=1)
     assert set(one.table["rank"]) == {1}
-    assert len(areas(one)) == 1 and "rank 1" in repr(one)
+    assert len(areas(one)) == 1
 
 
 def test_of_many_ranks_four_are_drawn_the_fullest_among_them_and_said_so():
@@ -244,8 +242,6 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert chart.layout.xaxis.title.text == "share of the step (%)"
     ends = {round(t.x[-1]) for traces in areas(chart).values() for t in traces}
     assert ends == {100}
-    assert repr(chart) == ("Chart(memory of 4 runs on rank 0, by category: plain | ZeRO-1 | ZeRO-2 "
-                           "| ZeRO-3)")  # fmt: skip
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
 
 

@@ -29,7 +29,6 @@ def test_plans_stand_in_the_order_they_came_in_with_both_times():
     assert expected.x == (2.0, 1.0, 5.0) and found.x == (1.0, 2.0, 3.0)  # ms
     assert expected.marker.symbol == "circle-open" and found.marker.symbol == "circle"
     assert lines.x == (2.0, 1.0, None, 1.0, 2.0, None, 5.0, 3.0, None)
-    assert repr(chart) == "Chart(3 plans, predicted and replayed time of a step)"
 
 
 def test_a_right_prediction_is_said_to_be_one():
@@ -71,7 +70,6 @@ def test_the_front_and_the_best_are_drawn(search):
     assert len(lines) == 1
     assert all(trace.name for trace in chart.data if trace.showlegend)
     assert chart.finding and all("MB" in tick for tick in chart.layout.xaxis.ticktext)
-    assert repr(chart).startswith("Chart(")
     assert not search.fits[search.front[0]]  # both numbers of the title are then estimates
     estimate = theme.scaled(float(search.closed[0]), "s")
     assert estimate != theme.scaled(float(search.simulated[0]), "s")

@@ -70,7 +70,6 @@ def test_drawn_blocks_of_x_and_y_are_the_ranks_activations(mode):
 def test_the_title_says_how_much_a_rank_holds(plan, role, said):
     chart = view.blocks(pl.Plan(**plan), role=role)
     assert chart.finding == said
-    assert repr(chart).startswith(f"Chart(blocks of X, W, Y of “{role}”")
     several = chart.table.drop(columns="rank").duplicated().any()
     assert ("grey:" in chart.layout.title.text) == several
 

@@ -66,7 +66,4 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         },
         **layout,
     )
-    return fig.draw(traces, notes, shapes).explained(
-        f"{len(spaces)} address spaces of {len(rows)} storages",
-        ("space category born died address bytes", rows),
-    )
+    return fig.draw(traces, notes, shapes).tabled(("space category born died address bytes", rows))

@@ -151,9 +151,7 @@ def _drawn(sources: list[_Source]) -> Chart:
         for rank, curve in enumerate(source.curves)
         for time, count in zip(*curve, strict=True)
     ]
-    subjects = " | ".join(source.name for source in sources)
-    subjects += f" on {count_of(len(ranks), 'rank')}"
-    return fig.explained(f"live activations of {subjects}", ("source rank time live", rows))
+    return fig.tabled(("source rank time live", rows))
 
 
 def _finding(sources: list[_Source]) -> str:

@@ -76,11 +76,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     )
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
-    return fig.explained(
-        f"losses of {count_of(len(curves), 'run')} over {count_of(count, 'step')}: "
-        f"{' | '.join(curves)}",
-        ("run step loss", rows),
-    )
+    return fig.tabled(("run step loss", rows))
 
 
 def _values(label: str, run: Any) -> list[float]:

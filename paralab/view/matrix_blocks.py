@@ -81,9 +81,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     below = f"layer “{role}”: X before communication, Y after it · one colour per rank"
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{title}: {finding(cells)}", below)
-    return fig.explained(
-        f"blocks of X, W, Y of “{role}”, {title}: their ranks", (COLUMNS, table(cells))
-    )
+    return fig.tabled((COLUMNS, table(cells)))
 
 
 # ---- which rank holds what ----------------------------------------------------------------------

@@ -21,7 +21,6 @@ from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import (
     COLUMNS,
     GREY,
-    MODE_NAME,
     Block,
     check,
     held,
@@ -65,14 +64,11 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if plan.tp_mode == "3d":
         below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
-    fig, shown, count = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
+    fig, shown = pictures[step or 0], range(len(steps)) if step is None else (step,)
     if step is None:
         _animate(fig, steps, pictures)
-    else:
-        shown, count = (step,), f"step {step + 1} of {len(steps)}"
-    return fig.explained(
-        f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {count}",
-        (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
+    return fig.tabled(
+        (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)])
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
-from paralab.checks import count_of
 from paralab.report.amounts import peak
 from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
@@ -47,12 +46,7 @@ def memory_chart(report: Tables, *, rank: int | None = None) -> Chart:
             remarks.append(f"at most {theme.in_bytes(offloaded.total)} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(worst), naming.clock_line(report, *remarks))
-    of = f"{len(shown)} of " * (len(by_rank) > 1)
-    ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
-    return fig.explained(
-        f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
-        _table({f"rank {c.rank}": c for c in shown}),
-    )
+    return fig.tabled(_table({f"rank {c.rank}": c for c in shown}))
 
 
 def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
@@ -73,10 +67,7 @@ def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Ch
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{'rank 0, ' * many}one step of each run, all on one scale of bytes"
     fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
-    return fig.titled(title).explained(
-        f"memory of {count_of(len(by_run), 'run')} on rank 0, by category: {' | '.join(by_run)}",
-        _table(by_run),
-    )
+    return fig.titled(title).tabled(_table(by_run))
 
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
@@ -101,8 +92,9 @@ def stage_memory(report: Tables) -> Chart:
     peaks = [fullest(list(of_stage)) for _, of_stage in stages]
     shown = _spaced(peaks)
     chart = bytes_bars({stage_of(report, c.rank): c.held for c in shown}, capacity(report))
-    remark = f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
-    return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart._table)
+    return chart.said_below(
+        f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
+    )
 
 
 def fits(report: Tables) -> str | None:

@@ -53,9 +53,7 @@ def pipeline_timeline(
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
         remarks.append("ideal: the same costs, but links take no time")
-    summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
-    summary += f"{sum(len(part.boxes) for part in sections)} boxes on {len(real.ranks)} ranks"
-    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks, summary)
+    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks)
 
 
 def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) -> str:
@@ -165,8 +163,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
         finding = f"{theme.listed(fastest)} take the same time"
     if len(sections) == 1:
         finding = _bubble_of(best, by_name[best].bubble_rate)
-    summary = f"schedules on one axis: {' | '.join(by_name)}"
-    return timeline_rows.drawn(sections, finding, [], summary).titled(title)
+    return timeline_rows.drawn(sections, finding, []).titled(title)
 
 
 def _timed(lists: Sequence[Sequence[Any]]) -> Simulation:
@@ -187,9 +184,8 @@ def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     section, order = simulated(simulation, name), simulation.order
     remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
     remarks += [f"v={v}"] * (v > 1)
-    summary = f"timeline of {name}: {len(order.kind)} actions on {order.ranks} ranks"
     finding = _bubble_of(name, simulation.bubble_rate)
-    return timeline_rows.drawn([section], finding, remarks, summary)
+    return timeline_rows.drawn([section], finding, remarks)
 
 
 def simulated(

@@ -72,9 +72,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         xaxis={"title": "step (ms)", "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "tickfont": {"size": 14}, "ticksuffix": "  "},
     )
-    return fig.draw(traces).explained(
-        f"{len(names)} plans, {' and '.join(clocks)} time of a step", table
-    )
+    return fig.draw(traces).tabled(table)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

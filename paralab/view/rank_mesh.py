@@ -108,12 +108,9 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int = 0) -> Chart:
     ]
     notes, frames = grid.nodes(cluster)
     axis_of = {r: group.axis for group in reversed(own_groups) for r in group.ranks}
-    axis_of |= {rank: "rank"}
+    axis_of[rank] = "rank"
     fig.draw([grid.cells(colours, axis_of, cluster), *keys], [*notes, *grid.dots()], frames)
-    drawn = len(grid.y) * len(grid.x)
-    text = f": {count_of(world, 'rank')}" + f", {drawn} of them drawn" * (drawn < world)
-    return fig.explained(
-        f"mesh of {sizes}{text}, {count_of(len(own_groups), 'group')} of rank {rank}",
+    return fig.tabled(
         lambda: (
             "rank pp dp tp node group",  # node is -1 without a cluster
             [

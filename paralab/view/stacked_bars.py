@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import choice, count_of, real
+from paralab.checks import choice, real
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.lanes import tracks
@@ -68,10 +68,7 @@ def bytes_bars(
     shapes = [upright(n / per, axis="paper", **s) for n in drawn.values() for s in (edge, dashes)]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
-    return fig.explained(
-        f"memory of {count_of(len(bars), 'bar')} by category: {' | '.join(map(str, bars))}",
-        ("bar category bytes", rows),
-    )
+    return fig.tabled(("bar category bytes", rows))
 
 
 def seconds_bars(
@@ -110,10 +107,7 @@ def seconds_bars(
         **mark.FITTING,
     )
     traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
-    return fig.draw(traces, mark.ends(totals, per, unit="s")).explained(
-        f"seconds of {count_of(len(bars), 'bar')} by part: {' | '.join(map(str, bars))}",
-        ("bar part seconds", rows),
-    )
+    return fig.draw(traces, mark.ends(totals, per, unit="s")).tabled(("bar part seconds", rows))
 
 
 # ---- words ---------------------------------------------------------------------------------------

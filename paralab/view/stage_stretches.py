@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import count_of
 from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
@@ -104,9 +103,7 @@ def stage_time(report: Tables) -> Chart:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
-    summary = f"{len(stretches)} stretches on {count_of(len(shown), 'rank')}"
-    return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
-        f"stage time of {naming.subject(report)}, {report.clock}: {summary}",
+    return fig.draw(drawn, column("idle", shares) if idle else ()).tabled(
         lambda: (
             " ".join(["rank phase start end", *ORDER]),
             [(*one[:4], *(one.parts.get(kind, 0.0) for kind in ORDER)) for one in stretches],

@@ -65,9 +65,7 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> Chart:
         xaxis={"title": "ranks", "tickvals": ranks, "range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": "samples per second", "rangemode": "tozero", "tickformat": "~s"},
     )
-    summary = f"scaling of {' | '.join(forms)} to {count_of(ranks[-1], 'rank')}, {clock}: "
-    summary += count_of(len(table), "run")
-    return fig.draw(traces, notes).explained(summary, table)
+    return fig.draw(traces, notes).tabled(table)
 
 
 def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

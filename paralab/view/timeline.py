@@ -45,14 +45,7 @@ def timeline(
     remarks.append(f"{section.duration * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # the first line has no room for it, see `finding`
         remarks.append(f"waiting: {section.share('wait')}")
-    which = " of the typical step" if step is None else f" of step {step}"
-    # Without boxes of other steps, whose number differs from run to run.
-    own_boxes = sum(box["step"] == section.step for box in section.boxes)
-    which *= report.model is not None
-    where = count_of(len(section.ranks), "rank")
-    summary = f"timeline of {naming.subject(report)}, {report.clock}: "
-    summary += f"{own_boxes} boxes{which} on {where}"
-    return drawn([section], finding(section), remarks, summary)
+    return drawn([section], finding(section), remarks)
 
 
 def timelines(
@@ -89,11 +82,7 @@ def timelines(
     remarks *= any(report.plan.pp > 1 for report in reports) and bool(remarks[0])
     if ranks is None and any(len(ranks_there) > most for ranks_there in ranks_of):
         remarks.append(f"the first {count_of(most, 'rank')} of each; ranks= selects others")
-    clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
-    summary = f"timelines of {count_of(len(reports), 'report')}: "
-    summary += f"{' | '.join(names)} ({clocks}): "
-    summary += f"{sum(len(section.boxes) for section in sections)} boxes"
-    return drawn(sections, _verdict(sections), remarks, summary).titled(title)
+    return drawn(sections, _verdict(sections), remarks).titled(title)
 
 
 # ---- the finding ---------------------------------------------------------------------------------

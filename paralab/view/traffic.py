@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pandas as pd
 
-from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
@@ -89,11 +88,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         said = "2(N−1)/N times the gradients" + ", both levels together" * (len(tops) > 1)
         at = {"axes": ("x2", "y2 domain"), "anchor": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
-    return fig.draw([*traces, *bars], notes, shapes).explained(
-        f"traffic of {naming.subject(report)}, {report.clock}: "
-        f"{count_of(len(flows), 'part')} of {count_of(len(links), 'link')}",
-        lambda: _moved(report),
-    )
+    return fig.draw([*traces, *bars], notes, shapes).tabled(lambda: _moved(report))
 
 
 def _look(kind: tuple[str, str] | str) -> tuple[str, str]:

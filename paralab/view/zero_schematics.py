@@ -78,9 +78,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
         keys=[
             mark.boxes(name, theme.category_colour(name), [], x=[None], y=[None]) for name in STATES
         ],
-    ).explained(
-        f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
-    )
+    ).tabled(("stage rank category bytes", rows))
 
 
 def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
@@ -123,10 +121,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         xaxis=mark.time_axis("instruction", len(code)),
         yaxis=mark.rows_axis(list(enumerate(["instructions", *names])), len(names) + 0.6, -0.6),
     )
-    return fig.draw(traces, words).explained(
-        f"life of {units[unit].part} under {naming.plan_name(plan)}",
-        ("value from until bytes", rows),
-    )
+    return fig.draw(traces, words).tabled(("value from until bytes", rows))
 
 
 def _lives(code: Any, unit: int) -> list[tuple[tuple, int, int]]:
