@@ -44,8 +44,7 @@ def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Char
              one unit of time each
     labels   names of the sources; default: the plan's name, or "schedule"
 
-    Raises ValueError without sources, if they differ in the number of pipeline ranks, and on a
-    report with one stage and one micro-batch.
+    Raises ValueError without sources, and if they differ in the number of pipeline ranks.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
@@ -73,9 +72,6 @@ def _read(source: Any) -> _Source:
     else:
         report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
     plan = report.plan
-    if plan.pp == 1 and plan.microbatches == 1:
-        why = "with one micro-batch on one stage there is nothing to count"
-        raise illegal("sources", report, why, "the report of a pipeline")
     step, ranks = boxes.chosen(report, None, None)
     stage_of = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]

@@ -84,9 +84,7 @@ def _values(label: str, run: Any) -> list[float]:
     losses = instance(f"runs[{label!r}]", getattr(run, "losses", run), Iterable, legal, "run")
     values = [float(v) for v in losses]
     if not values:
-        what = f"a {run.clock} report" if hasattr(run, "clock") else "an empty list"
-        legal = "what pl.run(...) returned"
-        raise ValueError(f"{label}: {what} has no losses; legal: {legal}")
+        raise ValueError(f"{label} has no losses; legal: what pl.run(...) returned")
     return values
 
 

@@ -17,7 +17,6 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve
 
-DASH = {"measured": "solid", "replayed": "dash", "predicted": "dot", "dry run": "longdash"}
 NEAR = 0.065  # share of the axis: least distance of the words at the ends of lines
 
 
@@ -33,8 +32,7 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> Chart:
     table = _efficiency(_checked(rows))
     forms, ranks = table["form"].unique().tolist(), sorted(set(table["ranks"].tolist()))
     (clock,) = set(table["clock"])
-    symbol = "circle" + HOLLOW * (clock != "measured")
-    look = {"mode": "lines+markers", "dash": DASH[clock], "symbol": symbol}
+    look = {"mode": "lines+markers", "dash": "dot", "symbol": "circle" + HOLLOW}
     style, traces, ends = theme.series(forms), [], []
     for form, own in table.groupby("form", sort=False):
         points = list(own[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))

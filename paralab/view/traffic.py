@@ -40,8 +40,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
-    large = report.world_size > MAX_RANKS
-    alone = dry or large or not matrix or not sends
+    alone = dry or not matrix or not sends or report.world_size > MAX_RANKS
     optimum = None
     psi = facts.num_params(report)
     if psi and report.plan.dp == report.world_size > 1 and not copies:
@@ -63,8 +62,6 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: borders of nodes" * bool(shapes)
-    if large and matrix and not dry:
-        borders = f" · {report.world_size:,} ranks are too many for a matrix"
     seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
