@@ -207,7 +207,7 @@ def test_a_patient_deadlocks_and_its_picture_says_the_same_as_the_validator(pati
     said = {note.text for note in chart.layout.annotations}
     for _, action, need, other in found.value.waits:
         assert f"<b>{action}</b> needs <b>{need}</b> of rank {other}" in said
-    assert f"{len(patient.lists)} of {len(patient.lists)} ranks are stuck" in repr(chart)
+    assert f"{len(patient.lists)} of {len(patient.lists)} ranks wait for ever" in repr(chart)
     done = (chart.table["kind"] != "wait").sum()
     assert 0 < done < sum(map(len, actions(patient.lists)))
     assert patient.story in repr(patient) and patient.lists[0] in repr(patient)
