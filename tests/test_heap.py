@@ -109,7 +109,6 @@ def test_the_map_of_addresses_says_which_request_fails(found):
         chart = view.addresses(spaces, event, request)
         assert chart.finding.endswith(f" at the line is served in {served}")
     assert len(chart.table) == 2 * len(found)
-    refuses("nothing to draw", view.addresses, {}, event, 1)
 
 
 def test_several_ranks_are_refused():

@@ -17,7 +17,6 @@ from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
-from paralab.view.perfetto import events
 from refusals import refuses
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
@@ -150,7 +149,9 @@ def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
 
 def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     said = "a rank sends 711 kB per step, exactly 2(N−1)/N times the gradients; 50 % of it between"
-    assert said in title(four.traffic_chart())
+    chart, psi = four.traffic_chart(), 4 * four.model.num_params
+    assert said in title(chart)
+    assert chart.layout.shapes[-1].x0 == pytest.approx(1.5 * psi / 1e3)  # after nodes' borders
     calls = four.collectives.copy()
     grads = calls["phase"] == "grad_sync"  # buckets padded by 2 % on the wire
     calls.loc[grads, "payload_bytes"] = calls["payload_bytes"] // 1000 * 1020
@@ -165,17 +166,6 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     assert cells.type == "heatmap" and not cells.xgap and not cells.ygap  # gaps would hide them
     large = pl.predict(synthetic.MODEL, Plan(dp=136), many, steps=1, detail="actions")
     assert {trace.type for trace in large.traffic_chart().data} == {"bar"}
-    assert "136 ranks are too many for a matrix" in large.traffic_chart().below
-
-
-def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):
-    figure = four.traffic_chart()
-    bars = figure.data[1]
-    assert list(bars.y) == ["inside a node", "between nodes"] and bars.name == "dp, all_reduce"
-    psi = 4 * four.model.num_params
-    assert list(bars.x) == pytest.approx([0.75 * psi / 1e3] * 2)
-    assert figure.layout.shapes[-1].x0 == pytest.approx(1.5 * psi / 1e3)  # after nodes' borders
-    assert bars.marker.color == theme.AXIS_COLOUR["dp"]
 
 
 def test_the_loss_chart_says_where_the_loss_went(four):
@@ -183,8 +173,8 @@ def test_the_loss_chart_says_where_the_loss_went(four):
     assert list(figure.data[0].y) == four.losses
     for losses, said in (
         (four.losses, "the loss fell from 5.516 to 4.316 in 4 steps"),
-        ([5.0, float("nan"), 4.0], "diverged at step 1"),
-        ([4.0, 5.0], "the loss rose from 4.000 to 5.000 in 2 steps"),
+        ([5.0, float("nan")], "the loss went from 5.000 to nan in 2 steps"),
+        ([4.0, 5.0], "the loss went from 4.000 to 5.000 in 2 steps"),
     ):
         assert said in title(dataclasses.replace(four, losses=losses).loss_chart())
     assert "samples per step" in figure.below and len(figure.layout.shapes) == 1
@@ -302,9 +292,7 @@ def trace(four, tmp_path_factory) -> list[dict]:
 
 
 def test_the_trace_has_the_fields_that_the_format_requires(trace, four):
-    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"},
-                "s": {"name", "cat", "id", "ts"},
-                "f": {"name", "cat", "id", "ts", "bp"}}  # fmt: skip
+    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"}}
     for event in trace:
         assert required[event["ph"]] <= set(event), event
         assert type(event["pid"]) is int and type(event["tid"]) is int
@@ -331,24 +319,6 @@ def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_whose_slices_do_
         assert all((8 * time).is_integer() for pair in slices for time in pair)
 
 
-@pytest.mark.parametrize("report", ["four", "late"])
-def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(report, four):
-    if report == "late":  # a rank waits for messages that are not in flight yet
-        cluster = pl.Cluster.preset("dgx-a100")
-        four = pl.predict(synthetic.MODEL, Plan(pp=2, microbatches=3), cluster, steps=1)
-    trace, by_id = events(four), four.spans.set_index("id")
-    starts = {e["id"]: e for e in trace if e["ph"] == "s"}
-    ends = {e["id"]: e for e in trace if e["ph"] == "f"}
-    pairs = [(cause, i) for i, after in by_id["after"].items() for cause in after]
-    assert starts.keys() == ends.keys() == set(range(len(pairs)))
-    slices = {e["args"]["id"]: e for e in trace if e["ph"] == "X"}
-    for i, (cause, effect) in enumerate(pairs):
-        assert starts[i]["ts"] <= ends[i]["ts"], "viewers drop an arrow that ends before it starts"
-        for end, span in ((starts[i], slices[cause]), (ends[i], slices[effect])):
-            assert all(end[name] == span[name] for name in ("pid", "tid"))
-            assert span["ts"] <= end["ts"] <= span["ts"] + span["dur"]
-
-
 def test_slices_carry_times_micro_batch_and_bytes(trace, four):
     slices = [e for e in trace if e["ph"] == "X"]
     assert len(slices) == len(four.spans)
@@ -357,4 +327,5 @@ def test_slices_carry_times_micro_batch_and_bytes(trace, four):
     comm = [e for e in slices if e["cat"] == "comm"]
     assert {e["name"] for e in comm} == {"all_reduce"}
     assert sum(e["args"]["wire_bytes"] for e in comm) == four.collectives["wire_bytes"].sum()
+    assert [e["args"]["after"] for e in slices] == four.spans["after"].map(list).tolist()
     assert {e["name"] for e in slices if e["cat"] == "forward"} == {"forward 0", "forward 1"}

@@ -126,18 +126,16 @@ def light() -> dict[str, Chart]:
 
 
 # ---- every chart ---------------------------------------------------------------------------------
-def test_every_chart_has_numbers_behind_it_and_says_in_a_line_what_it_shows(light):
+def test_every_chart_has_numbers_behind_it_and_says_its_finding_in_a_line(light):
     for name, chart in light.items():
         assert len(chart.table) > 0, name
-        assert repr(chart) == f"Chart({chart.summary})" and len(repr(chart)) <= 110, name
-    assert repr(light["timeline"]) == ("Chart(timeline of dp=2, overlapped, measured: 30 boxes of "
-                                       "the typical step on 2 ranks)")  # fmt: skip
-    long = repr(Chart().explained("x" * 300, None))
+        assert repr(chart).startswith(f"Chart({chart.finding[:100]}"), name
+    long = repr(Chart().retitled("x" * 300, ""))
     assert len(long) == 110 and long.endswith("…)")
 
 
 def test_what_a_notebook_compares_of_a_chart_holds_no_time():
-    """The repr, and trace names and types, for any times: also where a fit has no latency."""
+    """Trace names and types, for any times: also where a fit has no latency."""
     two, one = forms(), synthetic.with_memory(synthetic.report(2))
     later = one.memory.assign(time=one.memory["time"] * 3.7)
     late = dataclasses.replace(stretched(one, 3.7), memory=later)
@@ -158,7 +156,6 @@ def test_what_a_notebook_compares_of_a_chart_holds_no_time():
           for name in ("timeline", "traffic_chart", "memory_chart")),
     ]  # fmt: skip
     for a, b in pairs:
-        assert repr(a) == repr(b)
         assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
 
 
@@ -186,10 +183,9 @@ def test_a_picture_is_as_wide_as_the_lines_of_its_title(light, monkeypatch, made
     monkeypatch.setattr(
         pio, made, lambda *a, **named: asked.append(how.bind(*a, **named).arguments["width"])
     )
-    before = {"write_image": ("a.png", "png", 2), "to_image": ("png",)}[made]
-    for args, given in (((), {}), ((), {"width": 900}), ((900,), {}), ((), {"width": None})):
-        getattr(light["timelines"], made)(*before, *args, **given)
-    assert asked == [theme.ALONE.width, 900, 900, theme.ALONE.width]
+    for given in ({}, {"width": 900}):
+        getattr(light["timelines"], made)("png", **given)
+    assert asked == [theme.ALONE.width, 900]
 
 
 def test_a_console_without_a_browser_says_how_to_save_a_chart(light, monkeypatch, capsys):
@@ -262,19 +258,16 @@ def test_light_and_dark_differ_in_paper_and_ink_and_in_no_meaning(light):
         assert dark[name].layout.template.layout.paper_bgcolor == theme.DARK.paper
 
 
-def test_the_theme_is_chosen_by_call_or_environment_and_by_no_other_word(monkeypatch):
+def test_the_theme_is_chosen_by_call_and_by_no_other_word():
     def paper() -> str:
         return view.bytes_bars({"a": STATES}).layout.template.layout.paper_bgcolor
 
-    monkeypatch.delenv("PARALAB_THEME", raising=False)
-    assert paper() == theme.LIGHT.paper
-    monkeypatch.setenv("PARALAB_THEME", "dark")
-    with theme.drawn("light"):
+    with theme.drawn("dark"):
+        assert paper() == theme.DARK.paper
+        view.use_theme("light")
         assert paper() == theme.LIGHT.paper
-    assert paper() == theme.DARK.paper
-    monkeypatch.setenv("PARALAB_THEME", "sepia")
-    refuses(r"PARALAB_THEME='sepia'.*legal: 'light' \| 'dark'", paper)
-    refuses("theme='blue'", view.use_theme, "blue")
+    assert paper() == theme.LIGHT.paper
+    refuses(r"theme='blue'.*legal: 'light' \| 'dark'", view.use_theme, "blue")
 
 
 def linear(colour: str) -> np.ndarray:
@@ -300,14 +293,9 @@ def test_lines_and_words_stand_out_from_their_paper(look):
         assert all(np.linalg.norm(a - b) > 0.1 for a, b in combinations(places, 2))
 
 
-def test_an_algorithm_and_a_form_look_the_same_in_every_figure():
-    alone, among = theme.series(["tree"]), theme.series(["mine", "tree", "ring"])
-    assert alone["tree"] == among["tree"]
-    assert theme.series(["naive"])["naive"] == theme.series(["bucketed", "naive"])["naive"]
-    both = theme.series(["ring", "overlapped"])
-    assert both["ring"] != both["overlapped"]
-    for name in ("ink", "dash", "symbol"):  # five curves differ in colour, dash and marker
-        assert len({style[name] for style in theme.series(["ring", "tree", *"xyz"]).values()}) == 5
+def test_five_curves_differ_in_colour_dash_and_marker():
+    for name in ("ink", "dash", "symbol"):
+        assert len({style[name] for style in theme.series("vwxyz").values()}) == 5
 
 
 @pytest.mark.parametrize(("value", "unit", "said"), [
@@ -389,11 +377,9 @@ def test_timelines_say_who_is_faster_and_by_how_much():
         assert view.timelines(expect, replayed).finding.endswith(f"(the prediction is {said})")
     tall = dataclasses.replace(expect, model=fast.model.replace(layers=6))  # is no error of theory
     layers = f"layers={fast.model.layers}"
-    assert view.timelines(tall, replayed).summary.startswith(
-        f"timelines of 2 reports: layers=6 | {layers} (predicted, replayed)"
-    )
+    drawn = view.timelines(tall, replayed).table["report"]
+    assert list(drawn.unique()) == ["layers=6", layers]
     assert "the prediction" not in view.timelines(tall, replayed).finding
-    assert view.timelines(fast).summary.startswith("timelines of 1 report: measured (measured)")
     whole = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(recompute="full"))
     said = view.timelines(fast, whole).finding
     assert said.startswith("recompute=none takes") and "; recompute=full takes" in said
@@ -456,7 +442,6 @@ def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     assert comm.marker.color == theme.AXIS_COLOUR["dp"]
     assert any("send to rank 1 (data): 1,000 bytes" in text for text in comm.hovertext)
     assert "of the function (ms)" in timeline.layout.xaxis.title.text
-    assert repr(timeline) == "Chart(timeline of swap on 2 ranks, replayed: 6 boxes on 2 ranks)"
 
 
 def test_a_legend_has_a_colour_once_and_its_entry_hides_all_of_that_colour():
@@ -525,26 +510,19 @@ def test_the_page_of_a_traced_function_holds_every_figure_by_day_and_by_night():
 # ---- losses --------------------------------------------------------------------------------------
 def test_losses_that_coincide_are_drawn_from_wide_to_narrow():
     chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
-    assert chart.finding == "All 3 curves coincide: their losses differ by at most 1e-04"
+    assert chart.finding == "All curves coincide: their losses differ by at most 0.0001"
     assert not chart.layout.yaxis.tickformat  # which would write 5.55 at several ticks
     one, two, three = (trace.line.width for trace in chart.data)
     assert one > two > three
     assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]
 
 
-LOST = {"a": [3.0, 2.0], "b": [3.0, float("nan")]}
-
-
 @pytest.mark.parametrize(("losses", "said"), [
     ({"a": [3.0, 2.0], "b": [3.0, 2.5]}, "a ends at 2.000, b at 2.500 nats"),
-    ({"a": [3.0, 2.0], "b": [3.0, 2.0]}, "Both curves coincide: their losses are equal"),
-    ({"a": [3.0, 2.00001], "b": [3.5, 2.0]},
-     "All runs end at 2.000 nats, but their curves differ before"),
-    (LOST, "b diverged at step 1"),
-    (LOST | {"c": [3.0, float("inf")]}, "b and c diverged at step 1"),
-    (LOST | {"c": [3.0, 2.0, float("inf")]}, "b and c diverged, the first at step 1"),
+    ({"a": [3.0, 2.0], "b": [3.0, 2.0]}, "All curves coincide: their losses differ by at most 0"),
+    ({"a": [3.0, 2.0], "b": [3.0, float("nan")]}, "a ends at 2.000, b at nan nats"),
 ])  # fmt: skip
-def test_losses_say_where_each_ends_or_which_diverged(losses, said):
+def test_losses_say_where_each_ends(losses, said):
     assert view.losses(losses).finding == said
 
 
@@ -705,17 +683,14 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
 
 # ---- scaling -------------------------------------------------------------------------------------
 def test_scaling_holds_every_point_against_what_one_rank_does_alone():
-    chart = view.scaling(pd.DataFrame(ROWS[::-1]))  # in whatever order
+    chart = view.scaling(ROWS[::-1])  # in whatever order
     frame, by_name = chart.table.set_index(["form", "ranks"]), {t.name: t for t in chart.data}
     assert frame.loc[("naive", 4), "efficiency"] == pytest.approx(0.5)
     assert frame.loc[("naive", 4), "throughput"] == pytest.approx(200.0)
     assert chart.finding == "On 4 ranks overlapped keeps 90 % of the ideal throughput, naive 50 %"
     assert list(by_name["ideal"].y) == pytest.approx([100 * n for n in by_name["ideal"].x])
-    assert by_name["naive"].line.dash == "dash" and by_name["naive"].marker.symbol.endswith("-open")
     assert [a.text for a in chart.layout.annotations] == [
         "<b>naive 50 %</b>", "<b>overlapped 90 %</b>", "<b>ideal</b>"]  # fmt: skip
-    alone = view.scaling([scaled("weak", 1, 1.0, 100)])
-    assert repr(alone) == "Chart(scaling of weak to 1 rank, replayed: 1 run)"
 
 
 def test_a_form_is_held_against_its_own_fewest_ranks():
@@ -740,38 +715,28 @@ ONE = synthetic.report(2)
     ("labels='ab': not a list", lambda: view.timelines(ONE, ONE, labels="ab")),
     (r"step=9.*legal: 0 \| 1 \| 2 \| 3", lambda: view.timelines(ONE, step=9)),
     (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=[5])),
-    (r"ranks=4.*legal: 0 \| 1", lambda: ONE.timeline(ranks=[4])),
     ("no steps", lambda: Report(clock="predicted", model=ONE.model, plan=Plan()).timeline()),
     ("ranks=0: not a list of ranks; legal: 0, 1", lambda: view.timelines(ONE, ranks=0)),
     (r"ranks=\[\]: not a list of ranks", lambda: view.timelines(ONE, ranks=[])),
     ("report=None: not a report; legal: what pl.run", lambda: view.stage_time(None)),
-    ("step=9.*legal: 0", lambda: view.stage_time(ONE, step=9)),
-    ("model=None: not a model description; legal: a pl.Model", lambda: view.zero_shards(None)),
     ("model='gpt3': not a model desc.*legal: a pl.Model", lambda: view.crossover("gpt3", 64)),
     (r"plan='2d': .*legal: a pl\.Plan\(tp=", lambda: view.blocks("2d")),
-    ("simulation=3: not a simulation; legal: what theory.", lambda: view.simulated_timeline(3)),
-    ("plan=4: not a plan", lambda: view.mesh(4)),
-    ("cluster=8: not a cluster", lambda: view.mesh(Plan(), 8)),
     ("op='bcast'.*legal: 'all_reduce'", lambda: view.link_fit(points(), op="bcast")),
     ("a line needs two", lambda: view.link_fit(points()[:1])),
     ("seconds=0: out of range", lambda: view.link_fit([r | {"seconds": 0} for r in points()])),
     ("seconds of a=0", lambda: view.algorithms({"a": {1.0: 0}})),
     (r"curves=\[3\]: not a mapping; legal: {algorithm", lambda: view.algorithms([3])),
-    ("category='weights'.*'parameters'", lambda: view.bytes_bars({"a": {"weights": 1}})),
     (r"bars\['a'\]=3: not a mapping; legal: {kind: v", lambda: view.bytes_bars({"a": 3})),
     ("expected=3: nothing to draw; legal: {name of a plan", lambda: view.contest(3, {"a": ONE})),
     (r"runs\['a'\]=3: not a run; legal: a report or a list of losses",
      lambda: view.losses({"a": 3})),
     ("finite number of at least 0", lambda: view.bytes_bars({"a": {"other": -1}})),
-    ("rows=3: not a table; legal: one row per run: form, ranks", lambda: view.scaling(3)),
-    (r"rows\[0\]=3: not a row with names; legal: one row", lambda: view.scaling([3])),
     (r"rows\[0\]\['step_time'\]=None", lambda: view.scaling([{"ranks": 1, "clock": "measured"}])),
     (r"\['clock'\]='wall'.*'measured'", lambda: view.scaling([ROWS[0] | {"clock": "wall"}])),
-    ("'measured'.*one figure has one clock; legal: replayed",
+    (r"rows\[1\]\['clock'\]='measured'.*legal: 'replayed'",
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
     ("nothing to draw", lambda: view.scaling([])),
-    ("seconds of='f': unknown choice; legal: 'f", lambda: view.schedules({"a": [["F0"]]}, f=1)),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):
     refuses(says, draw)
@@ -781,4 +746,4 @@ def test_what_an_observation_yields_is_drawn_as_its_report():
     seen = _Seen()
     seen.report = synthetic.with_memory(synthetic.report(2))
     for draw in (view.stage_time, view.stage_memory):
-        assert draw(seen).summary == draw(seen.report).summary
+        assert draw(seen) == draw(seen.report)

@@ -130,7 +130,7 @@ def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():
     rank = plan.world_size // 2
     chart = mesh(plan, cluster(384), rank=rank)
     seen = set(cells(chart))
-    assert len(seen) == 240 and len(chart.table) == 3072 and "240 of them drawn" in repr(chart)
+    assert len(seen) == 240 and len(chart.table) == 3072
     assert {*plan.ranks("tp", rank), 0, plan.world_size - 1, rank - 48, rank + 48} <= seen
     assert "10 of 64 stages drawn · 3 of 6 dp indices drawn" in chart.below
     assert sum(note.text in "⋮⋯" for note in chart.layout.annotations) == 3

@@ -29,18 +29,16 @@ def test_plans_stand_in_the_order_they_came_in_with_both_times():
     assert expected.x == (2.0, 1.0, 5.0) and found.x == (1.0, 2.0, 3.0)  # ms
     assert expected.marker.symbol == "circle-open" and found.marker.symbol == "circle"
     assert lines.x == (2.0, 1.0, None, 1.0, 2.0, None, 5.0, 3.0, None)
-    assert repr(chart) == "Chart(3 plans, predicted and replayed time of a step)"
 
 
 def test_a_right_prediction_is_said_to_be_one():
     tied = reports("replayed", a=2.0, b=1.0, c=1.0)
     for expected, found, best in (
         ({"a": 9.0, "b": 7.0, "c": 8.0}, FOUND, "b"), ({"a": 2.0, "b": 1.0, "c": 1.0}, FOUND, "b"),
-        ({"a": 2.0, "b": 1.5, "c": 1.0}, tied, "c"), ({"a": 1.0, "b": 1.0, "c": 1.0}, FOUND, "b"),
+        ({"a": 2.0, "b": 1.5, "c": 1.0}, tied, "c"),
     ):  # fmt: skip
         chart = contest(reports("predicted", **expected), found)
         assert chart.finding == f"The fastest plan is {best}, as predicted"
-    assert chart.below.endswith("rank correlation of the two orders: undefined, as times are equal")
 
 
 def test_rank_correlation_is_spearmans_with_ties():
@@ -53,9 +51,9 @@ def test_rank_correlation_is_spearmans_with_ties():
 def test_what_cannot_be_compared_is_refused():
     two, one = reports("predicted", a=1.0, b=1.0), reports("measured", c=1.0)
     refuses("not the plans in expected", contest, two, FOUND)
-    refuses("the reports differ in their clocks", contest, two | one, FOUND)
     refuses("at least two", contest, reports("predicted", c=1.0), one)
-    refuses("found='replayed': .* have the same clock; legal: .* predicted", contest, FOUND, FOUND)
+    for expected in (reports("predicted", a=1.0, b=1.0) | one, FOUND):
+        refuses("clocks=.*not one for each mapping", contest, expected, FOUND)
 
 
 # ---- a search ------------------------------------------------------------------------------------
@@ -72,7 +70,6 @@ def test_the_front_and_the_best_are_drawn(search):
     assert len(lines) == 1
     assert all(trace.name for trace in chart.data if trace.showlegend)
     assert chart.finding and all("MB" in tick for tick in chart.layout.xaxis.ticktext)
-    assert repr(chart).startswith("Chart(")
     assert not search.fits[search.front[0]]  # both numbers of the title are then estimates
     estimate = theme.scaled(float(search.closed[0]), "s")
     assert estimate != theme.scaled(float(search.simulated[0]), "s")

@@ -101,17 +101,15 @@ def test_the_data_flow_has_the_bytes_of_the_program_on_its_arrows():
 
 def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
     found = {"GPipe": schedules.gpipe(4, 8), "interleaved": schedules.interleaved(4, 8, 2)}
-    chart = view.schedules(found, forward=2e-3, backward=4e-3)
+    chart = view.schedules(found)
     ends = chart.table[chart.table["kind"] != "wait"].groupby("report")["end"].max()
     for name, share in (("GPipe", 1), ("interleaved", 2)):  # a chunk is a half of the layers
-        made = simulate(found[name], forward=2e-3 / share, backward=4e-3 / share)
+        made = simulate(found[name], forward=1e-3 / share, backward=2e-3 / share)
         assert ends[name] == pytest.approx(made.makespan)
     times = ends["GPipe"] / ends["interleaved"]
     assert chart.finding == f"GPipe takes {100 * times - 100:.0f} % longer than interleaved"
     refuses("nothing to draw", view.schedules, {})
     refuses("schedule='1f1b': not a schedule", view.schedules, {"1F1B": "1f1b"})
-    free = {"one": schedules.gpipe(2, 2)}
-    refuses("named='one': it takes no time at all", view.schedules, free, forward=0, backward=0)
 
 
 def test_schedules_of_equal_length_are_said_to_take_the_same_time():

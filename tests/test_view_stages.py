@@ -149,8 +149,8 @@ def test_no_second_of_a_rank_is_lost_and_none_counted_twice(detail, settings):
         assert np.allclose(mine["start"].iloc[1:], mine["end"].iloc[:-1], atol=1e-12)
         here = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
         for kind in ("forward", "backward", "weight_grad", "optimizer"):
-            told = float(mine[kind].sum()) if kind in mine else 0.0
-            assert told == pytest.approx(here["cost"][here["kind"] == kind].sum(), rel=1e-9)
+            cost = here["cost"][here["kind"] == kind].sum()
+            assert mine[kind].sum() == pytest.approx(cost, rel=1e-9)
     # In full, calls have boxes of their own; what is computed again waits for its gradient inside.
     inside = detail == "actions" and ("tp" in settings or "recompute" in settings)
     assert (table["within"].sum() > 0.01 * steps.max()) == inside
@@ -220,9 +220,7 @@ def test_long_steps_are_in_seconds_and_deep_pipelines_show_some_stages():
     assert len(chart.layout.yaxis.ticktext) == 8
     assert stage_stretches.spread(range(64), 8) == [0, 9, 18, 27, 36, 45, 54, 63]
     assert stage_stretches.spread([3, 4], 8) == [3, 4] and stage_stretches.spread([3, 4], 1) == [3]
-    few = stage_time(deep(), ranks=[2])
-    assert few.table["rank"].unique().tolist() == [2] and "1 of 4 ranks" in few.below
-    assert "(ms)" in few.layout.xaxis.title.text
+    assert "(ms)" in stage_time(deep()).layout.xaxis.title.text
 
 
 def test_one_stage_has_a_picture_too():

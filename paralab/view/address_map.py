@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import illegal
 from paralab.instruments.heap import Space
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -22,10 +21,8 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
     line at ``event``, with the free bytes at that event and the largest contiguous piece of them.
     The title says in which spaces a ``request``, in bytes, would be served at that event.
 
-    ``table``: space, category, born, died, address, bytes. Raises ValueError without a space.
+    ``table``: space, category, born, died, address, bytes.
     """
-    if not spaces:
-        raise illegal("spaces", spaces, "nothing to draw", "{name: heap.first_fit(...)}")
     unit, per = theme.unit_of(max(space.extent for space in spaces.values()))
     traces, notes, shapes, rows, layout, served = [], [], [], [], {}, []
     share = 1 / len(spaces)
@@ -66,7 +63,4 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         },
         **layout,
     )
-    return fig.draw(traces, notes, shapes).explained(
-        f"{len(spaces)} address spaces of {len(rows)} storages",
-        ("space category born died address bytes", rows),
-    )
+    return fig.draw(traces, notes, shapes).tabled(("space category born died address bytes", rows))

@@ -38,7 +38,6 @@ class Section:
     compute_only: bool = False  # whether only the compute lane is drawn, not all that have a box
     mark: float | None = None  # where the line at the end stands; None: at the step's end
     until: str = ""  # what ends at ``mark``, written before its time; "": the time alone
-    total: int = 0  # boxes that the step has; ``boxes`` may be only the first of them
     idle: dict[int, float] = field(default_factory=dict)  # {rank: idle share}, for the margin
     head: str = ""  # the heading; "": label and clock
     rows: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)  # y and height
@@ -77,12 +76,9 @@ def section(
     step: int | None = None,
     ranks: Sequence[int] | None = None,
     compute_only: bool = False,
-    most: int | None = None,
 ) -> Section:
-    """One step (default: the typical one) as a section.
-
-    compute_only  whether only the boxes of the compute lane are drawn
-    most          the number of boxes, taken from the step's start; None: all
+    """One step (default: the typical one) as a section; ``compute_only``: whether only the boxes of
+    the compute lane are drawn.
 
     The section also has what the links between memory tiers and the host's CPU do for another step
     during this one. A box is a span with times from the step's start and a track. Raises ValueError
@@ -94,9 +90,7 @@ def section(
     spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
     if compute_only:
         spans = spans[spans["lane"] == "compute"]
-    result = Section(report, label, step, shown, [], end - zero, compute_only, total=len(spans))
-    if most is not None and result.total > most:
-        spans = spans.sort_values(["start", "id"]).head(most)
+    result = Section(report, label, step, shown, [], end - zero, compute_only)
     calls, copies = (of_span(t[t["rank"].isin(shown)]) for t in (report.collectives, report.copies))
     result.boxes, rows = spans.to_dict("records"), defaultdict(list)
     for box in result.boxes:
@@ -173,13 +167,10 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
 
 
 def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
-    """(columns, rows) of all boxes: report, clock, rank, lane, kind, microbatch, start, end
-    (seconds), wire_bytes; for pipelines also stage; with copies between tiers op, category, bytes.
+    """(columns, rows) of all boxes; start and end in seconds, and op, category and bytes are those
+    of copies between tiers.
     """
-    stage = ("stage",) if any(section.report.plan.pp > 1 for section in sections) else ()
-    with_copies = any(box["copies"] for section in sections for box in section.boxes)
-    columns = ["report", "clock", "rank", "lane", "kind", *stage, "microbatch", "start", "end"]
-    columns += ["wire_bytes", *["op", "category", "bytes"] * with_copies]
+    columns = "report clock rank lane kind stage microbatch start end wire_bytes op category bytes"
     rows = []
     for section in sections:
         label = section.label or naming.subject(section.report)
@@ -188,4 +179,4 @@ def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
             copied = sum(copy["bytes"] for copy in box["copies"])
             more = {"report": label, "clock": section.report.clock}
             rows.append({**box, **more, "wire_bytes": sent, "bytes": copied})
-    return " ".join(columns), rows
+    return columns, rows

@@ -1,8 +1,7 @@
-"""Chart: a plotly figure that also has its numbers as a table and a one-line summary.
+"""Chart: a plotly figure that also has its numbers as a table.
 
 The picture is for looking at; `.table`, a DataFrame with one row per mark, is for checking the
-numbers and for working on with them; the repr is for reading where no picture can be shown. The
-repr contains no times: notebooks compare it, and two runs of one cell must give the same line.
+numbers and for working on with them; the repr has the finding, for where no picture can be shown.
 
 This module imports plotly, so modules outside this package import it inside functions only.
 """
@@ -26,18 +25,17 @@ MAX_REPR = 110  # characters: one line of a notebook
 
 
 class Chart(go.Figure):
-    """A plotly Figure, with all of its methods and four attributes more.
+    """A plotly Figure, with all of its methods and three attributes more.
 
     table    DataFrame of what is drawn, one row per mark; None for an empty chart. Times are in
              seconds, sizes in bytes, whatever unit the axis has
-    summary  one line: what is shown, on which clock, and how many marks there are
     finding, below   the two lines of the title: what the picture proves, and what it is about
 
     ``go.FigureWidget(chart)`` makes a live figure of it, without the table.
     """
 
-    summary, finding, below = "empty", "", ""
-    _table: Any = None  # a DataFrame, or what one is made of, see `explained`
+    finding, below = "", ""
+    _table: Any = None  # a DataFrame, or what one is made of, see `tabled`
     _frame = theme.ALONE
     _above: Mapping[str, float] = {}  # pixels that title and legend take beyond two lines and a row
 
@@ -130,26 +128,23 @@ class Chart(go.Figure):
         """This chart with more words at the end of its title's second line."""
         return self.retitled(self.finding, " · ".join(filter(None, (self.below, more))))
 
-    def explained(self, summary: str, table: Any) -> Chart:
-        """This chart with its summary and its table: a DataFrame, the (columns, rows) of one, or a
-        function that returns either, called when the table is first read. (While a slider moves, no
-        picture's table is read.)
+    def tabled(self, table: Any) -> Chart:
+        """This chart with its table: a DataFrame, the (columns, rows) of one, or a function that
+        returns either, called when the table is first read. (While a slider moves, none is read.)
         """
-        self._table, self.summary = table, summary
+        self._table = table
         return self
 
-    def write_image(self, file, format=None, scale=None, width=None, *args, **how: Any) -> None:
-        """Plotly's; without a width as wide as the lines of the title are broken for."""
-        width = width or self.layout.width or self._frame.width
-        super().write_image(file, format, scale, width, *args, **how)
+    def write_image(self, *args: Any, **how: Any) -> None:
+        """Plotly's; without ``width=`` as wide as the lines of the title are broken for."""
+        super().write_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
-    def to_image(self, format=None, width=None, *args, **how: Any) -> bytes:
+    def to_image(self, *args: Any, **how: Any) -> bytes:
         """As `write_image`, without a file."""
-        width = width or self.layout.width or self._frame.width
-        return super().to_image(format, width, *args, **how)
+        return super().to_image(*args, **{"width": self.layout.width or self._frame.width} | how)
 
     def __repr__(self) -> str:
-        text = f"Chart({self.summary})"
+        text = f"Chart({self.finding})"
         return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"
 
     def _ipython_display_(self) -> None:
@@ -160,7 +155,7 @@ class Chart(go.Figure):
             print(f"{self!r}: no browser here; .write_html('chart.html') saves the picture")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("summary", "finding", "below", "_above", "_frame")
+        names = ("finding", "below", "_above", "_frame")
         kept = {name: getattr(self, name) for name in names}
         return *super().__reduce__(), {**kept, "_table": self.table}
 

@@ -50,9 +50,8 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     traces = [mark.boxes(what, hue, shown[what]) for what, hue in hues.items()]
     anchor, shift = ("right", -4) if least > total / 2 else ("left", 4)
     label = note("least possible time", 1e3 * least, -0.7, anchor=anchor, xshift=shift)
-    return fig.draw(traces, [label], [upright(1e3 * least, dash="dash")]).explained(
-        f"{count_of(len(rows), 'job')} of {count_of(units, 'unit')} on disk and host",
-        ("lane what unit buffer start end", rows),
+    return fig.draw(traces, [label], [upright(1e3 * least, dash="dash")]).tabled(
+        ("lane what unit buffer start end", rows)
     )
 
 

@@ -8,6 +8,7 @@ flight at once on one lane; boxes that overlap in time are drawn on tracks of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,19 +65,13 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
     """The track of each interval: the lowest one that is free when it starts. If all ``at_most``
     tracks are in use, it shares the one that is free soonest.
     """
-    free_from: list[float] = []
-    chosen = [0] * len(intervals)
-    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+    free_from, chosen = [-math.inf] * at_most, [0] * len(intervals)
+    for i in sorted(range(len(intervals)), key=intervals.__getitem__):
         start, end = intervals[i]
-        track = next(
-            (t for t, end_before in enumerate(free_from) if end_before <= start), len(free_from)
-        )
-        if track == at_most:
+        track = next((t for t, until in enumerate(free_from) if until <= start), None)
+        if track is None:
             track = min(range(at_most), key=free_from.__getitem__)
-        elif track == len(free_from):
-            free_from.append(end)
-        free_from[track] = max(free_from[track], end)
-        chosen[i] = track
+        free_from[track], chosen[i] = max(free_from[track], end), track
     return chosen
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, count_of, illegal, instance, real
+from paralab.checks import choice, illegal, instance, real
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
@@ -119,9 +119,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         yaxis=log_axis("time", low, high, "s"),
     )
     columns = ("op", "ranks", "payload_bytes", "wire_bytes", "seconds", "fitted")
-    return fig.draw(traces, notes, shapes).explained(
-        f"alpha-beta fit of {op}: {len(rows)} measured points, 1 line",
-        (" ".join(columns), [[row.get(name) for name in columns] for row in rows]),
+    return fig.draw(traces, notes, shapes).tabled(
+        (" ".join(columns), [[row.get(name) for name in columns] for row in rows])
     )
 
 
@@ -173,11 +172,7 @@ def algorithms(
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
     fig.titled(title).draw(traces, [word for word, _ in drops], [shape for _, shape in drops])
-    counts = count_of(sum(map(len, lines.values())), "size"), count_of(len(changes), "crossover")
-    return fig.explained(
-        f"time over tensor size of {' | '.join(lines)}, predicted: {', '.join(counts)}",
-        ("algorithm clock bytes seconds", rows),
-    )
+    return fig.tabled(("algorithm clock bytes seconds", rows))
 
 
 def _line_label(said: str, size: float, seconds: float, *, below: bool = False) -> dict:

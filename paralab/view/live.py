@@ -2,8 +2,8 @@
 
 A forward saves a micro-batch's activations, and its backward (if split, the weight half W) frees
 them. In between they are alive, and how many are alive at once decides whether a schedule fits:
-GPipe keeps all m, 1F1B at most p - r on rank r, with the same bubble. If a rank has several stages,
-the count is in chunks, each with 1/v of the rank's layers.
+GPipe keeps all m, 1F1B at most p - r on rank r, with the same bubble. A chunk, of which a rank has
+v, counts as 1/v, its share of the rank's layers.
 """
 
 from __future__ import annotations
@@ -15,79 +15,64 @@ from typing import Any, NamedTuple
 
 from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
-from paralab.theory.pipeline import Simulation, simulate
+from paralab.theory.pipeline import simulate
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import column, line
 from paralab.view.marks.areas import area
 from paralab.view.marks.boxes import rows_axis
 
-MAX_RANKS = 16
 ROOM = 1.28  # height of a rank's row over the highest value of any curve
 
 
 class _Source(NamedTuple):
     name: str
     clock: str  # "": a schedule without a report, whose unit of time is one forward
-    chunks: int  # stages of a rank; 1 if the counts are shares of its layers
     curves: list[tuple[list[float], list[float]]]  # by rank: times, and the count from each on
     split: bool  # whether some backward is split into its halves I and W
+    chunks: bool  # whether a rank has several
 
     @property
     def peaks(self) -> list[float]:
         return [max(counts) for _, counts in self.curves]
 
 
-def live_activations(
-    *sources: Any, labels: Sequence[str] | None = None, step: int | None = None
-) -> Chart:
-    """How many micro-batches' activations each rank keeps, over one step.
+def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Chart:
+    """How many micro-batches' activations each rank keeps, over the typical step.
 
-    sources  reports of pipelines; schedules (a list of actions per rank), whose F, I and W take one
-             unit of time each; or simulations of schedules
+    sources  reports of pipelines, or schedules (a list of actions per rank), whose F, I and W take
+             one unit of time each
     labels   names of the sources; default: the plan's name, or "schedule"
-    step     the step of a report; default: the typical one
 
-    Raises ValueError without sources, if they differ in the number of pipeline ranks, and on a
-    report with one stage and one micro-batch.
+    Raises ValueError without sources, and if they differ in the number of pipeline ranks.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
-    read = [_read(source, step) for source in sources]
+    read = [_read(source) for source in sources]
     names = naming.told_apart([one.name for one in read])
     names = names if labels is None else naming.given(labels, sources, "sources")
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
     read = [one._replace(name=name) for one, name in zip(read, names, strict=True)]
-    mixed = len({one.chunks for one in read}) > 1
-    if mixed:  # one of v chunks has 1/v of a rank's layers
-        for i, one in enumerate(read):
-            scaled = [(times, [n / one.chunks for n in counts]) for times, counts in one.curves]
-            read[i] = one._replace(curves=scaled, chunks=1)
     ranks = {len(one.curves) for one in read}
     if len(ranks) > 1:
         why = "the pipelines differ in their numbers of ranks"
         raise illegal("sources", sorted(ranks), why, "as many ranks in each")
-    return _drawn(read, ["a chunk counts as its share of the rank's layers"] * mixed)
+    return _drawn(read)
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def _read(source: Any, step: int | None) -> _Source:
+def _read(source: Any) -> _Source:
     """A micro-batch is alive on a stage from the start of its forward to the end of its backward,
     or of the weight half if backward is split.
     """
     report, name, clock = source, "schedule", ""
     if isinstance(source, Tables):
         name, clock = naming.subject(source), source.clock
-    elif isinstance(source, Simulation):
-        report = source.report()
     else:
         report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
     plan = report.plan
-    if plan.pp == 1 and plan.microbatches == 1:
-        why = "with one micro-batch on one stage there is nothing to count"
-        raise illegal("sources", report, why, "the report of a pipeline")
-    step, ranks = boxes.chosen(report, step, None)
+    step, ranks = boxes.chosen(report, None, None)
     stage_of = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     spans = spans[spans["rank"].isin(stage_of)]
@@ -96,35 +81,32 @@ def _read(source: Any, step: int | None) -> _Source:
     work = work.groupby([work["rank"].map(stage_of), "stage", "microbatch"])
     lives = (work.agg({"start": "min", "end": "max"}) - zero).reset_index("rank")
     lives_of = (lives[lives["rank"] == pp] for pp in range(plan.pp))
-    curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero) for one in lives_of]
-    split = "weight_grad" in set(spans["kind"])
-    return _Source(name, clock, plan.virtual_stages, curves, split)
+    v = plan.virtual_stages
+    curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero, v) for one in lives_of]
+    return _Source(name, clock, curves, "weight_grad" in set(spans["kind"]), v > 1)
 
 
-def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, list]:
+def _curve(starts: list[float], ends: list[float], total: float, v: int) -> tuple[list, list]:
     changes = Counter({0.0: 0})  # {time: the sum of all changes at that time}
     changes.update(starts)
     changes.subtract(ends)
     times = sorted(changes)
-    counts = list(accumulate(changes[time] for time in times))
+    counts = [n / v for n in accumulate(changes[time] for time in times)]
     return [*times, float(total)], [*counts, counts[-1]]
 
 
 # ---- drawing -------------------------------------------------------------------------------------
-def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
+def _drawn(sources: list[_Source]) -> Chart:
     first, several = sources[0], len(sources) > 1
-    ranks = range(min(len(first.curves), MAX_RANKS))
+    ranks = range(len(first.curves))
     highest = max(source.peaks[r] for source in sources for r in ranks) or 1
     in_ms, row = all(source.clock for source in sources), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
     remarks = naming.clock_lines(source.clock for source in sources if source.clock)
     halves = " (I and W one each)" if any(source.split for source in sources) else ""
     remarks += [f"a schedule: F takes one unit of time, B two{halves}"] * (not in_ms)
-    remarks += shares
-    if first.chunks > 1:
-        remarks.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
-    if len(first.curves) > len(ranks):
-        remarks.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
+    if any(source.chunks for source in sources):
+        remarks.append("a chunk counts as its share of the rank's layers")
     styles = theme.series([source.name for source in sources])
     inks = [styles[source.name]["ink"] for source in sources]
     if not several:
@@ -165,20 +147,15 @@ def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
         for rank, curve in enumerate(source.curves)
         for time, count in zip(*curve, strict=True)
     ]
-    subjects = " | ".join(source.name for source in sources)
-    subjects += f" on {count_of(len(first.curves), 'rank')}"
-    return fig.explained(f"live activations of {subjects}", ("source rank time live", rows))
+    return fig.tabled(("source rank time live", rows))
 
 
 def _finding(sources: list[_Source]) -> str:
     first, *others = sources
-    peaks = first.peaks
-    most = count_of(peaks[0], "chunk" if first.chunks > 1 else "micro-batch", "g")
-    if others:
-        verb = "is" if peaks[0] == 1 else "are"
-        rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)
-        return f"On the first rank at most {most} {verb} alive under {theme.text(first.name)}{rest}"
-    where = f" on the first rank, {peaks[-1]:g} on the last"
-    if len(set(peaks)) == 1:
-        where = " on every rank" * (len(peaks) > 1)
-    return f"{theme.text(first.name)} keeps at most {most}{where}"
+    most = count_of(first.peaks[0], "micro-batch", "g")
+    if not others:
+        last = f"{first.peaks[-1]:g} on the last"
+        return f"{theme.text(first.name)} keeps at most {most} on the first rank, {last}"
+    verb = "is" if first.peaks[0] == 1 else "are"
+    rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)
+    return f"On the first rank at most {most} {verb} alive under {theme.text(first.name)}{rest}"

@@ -76,11 +76,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     )
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
-    return fig.explained(
-        f"losses of {count_of(len(curves), 'run')} over {count_of(count, 'step')}: "
-        f"{' | '.join(curves)}",
-        ("run step loss", rows),
-    )
+    return fig.tabled(("run step loss", rows))
 
 
 def _values(label: str, run: Any) -> list[float]:
@@ -88,9 +84,7 @@ def _values(label: str, run: Any) -> list[float]:
     losses = instance(f"runs[{label!r}]", getattr(run, "losses", run), Iterable, legal, "run")
     values = [float(v) for v in losses]
     if not values:
-        what = f"a {run.clock} report" if hasattr(run, "clock") else "an empty list"
-        legal = "what pl.run(...) returned"
-        raise ValueError(f"{label}: {what} has no losses; legal: {legal}")
+        raise ValueError(f"{label} has no losses; legal: what pl.run(...) returned")
     return values
 
 
@@ -105,30 +99,13 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     curves = {theme.text(label): values for label, values in curves.items()}
-    lost = {  # {label: the first step whose loss is not finite}
-        label: next(step for step, v in enumerate(values) if not math.isfinite(v))
-        for label, values in curves.items()
-        if not all(map(math.isfinite, values))
-    }
-    if lost:
-        first = ", the first" * (len(set(lost.values())) > 1)
-        return f"{theme.listed(list(lost))} diverged{first} at step {min(lost.values())}"
-    ends = {label: values[-1] for label, values in curves.items()}
-    best, worst = (pick(ends, key=ends.__getitem__) for pick in (min, max))
+    ends = sorted((math.isnan(last), last, label) for label, (*_, last) in curves.items())
+    (*_, low, best), (*_, high, worst) = ends[0], ends[-1]
     if len(curves) == 1:
-        values, last = curves[best], f"{ends[best]:.3f}"
-        if len(values) == 1:
-            return f"{best}: the loss of the only step is {last}"
-        first = f"{values[0]:.3f}"
-        verb = "went" if first == last else "fell" if ends[best] < values[0] else "rose"
-        return f"{best}: the loss {verb} from {first} to {last} in {len(values)} steps"
+        first, steps = curves[best][0], count_of(len(curves[best]), "step")
+        verb = "fell" if low < first else "went"
+        return f"{best}: the loss {verb} from {first:.3f} to {low:.3f} in {steps}"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
-        both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
-        if spread == 0:
-            return f"{both} coincide: their losses are equal"
-        bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
-        return f"{both} coincide: their losses differ by at most {bound}"
-    low, high, unit = f"{ends[best]:.3f}", f"{ends[worst]:.3f}", " nats" * nats
-    if low == high:
-        return f"All runs end at {high}{unit}, but their curves differ before"
-    return f"{best} ends at {low}, {worst} at {high}{unit}"
+        bound = 10.0 ** math.ceil(math.log10(spread)) if spread else 0
+        return f"All curves coincide: their losses differ by at most {bound:g}"
+    return f"{best} ends at {low:.3f}, {worst} at {high:.3f}{' nats' * nats}"

@@ -3,7 +3,7 @@
 A block that one rank holds has that rank's colour and number; a replicated block is grey, with a
 small square for each rank that holds it. A rank has the same colour in every figure: one of Paul
 Tol's eight light colours (2021, "Colour schemes", SRON/EPS/TN/09-002), which are made for cells
-with words in them and differ for any form of colour blindness. From the ninth rank on they repeat.
+with words in them and differ for any form of colour blindness. So at most eight ranks are drawn.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ RANK_COLOUR = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB")
 RANK_COLOUR += ("#44BB99", "#BBCC33", "#99DDFF", "#C8B6D9")
 NAMES = ("X", "W", "Y")
 SIDES = ("tokens × in", "in × out", "tokens × out")  # rows × columns of X, W and Y
-MOST_RANKS = 64
-LEAST = 0.03  # width or height of a block, in sides of its matrix, that has room for a number
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, between two blocks; in sides of a matrix
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
 GREY = "; grey: held by several ranks"
@@ -72,7 +70,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     X (tokens, features in) and W (features in, features out) are drawn as they are before the
     layer, Y (tokens, features out) as it is after it; `view.multiplication` has the messages in
     between. ``table`` has a row for every block and rank: matrix, rank, and ranges as parts of the
-    matrix. Raises ValueError on another role, on tp=1 and on more than 64 ranks.
+    matrix. Raises ValueError on another role, on tp=1 and on more than eight ranks.
     """
     check(plan)
     choice("role", role, tuple(ROLES))
@@ -81,21 +79,18 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     parallel = ", sequence parallel," * plan.sequence_parallel
     title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before communication, Y after it · one colour per rank"
-    below += f", the same again after {len(RANK_COLOUR)}" * (plan.tp > len(RANK_COLOUR))
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{title}: {finding(cells)}", below)
-    return fig.explained(
-        f"blocks of X, W, Y of “{role}”, {title}: their ranks", (COLUMNS, table(cells))
-    )
+    return fig.tabled((COLUMNS, table(cells)))
 
 
 # ---- which rank holds what ----------------------------------------------------------------------
 def check(plan: Any) -> None:
-    """Raise ValueError if the plan has no tp, or more ranks in it than can be told apart."""
+    """Raise ValueError if the plan has no tp, or more ranks in it than there are colours."""
     instance("plan", plan, Plan, "a pl.Plan(tp=...)")
-    if not 1 < plan.tp <= MOST_RANKS:
+    if not 1 < plan.tp <= len(RANK_COLOUR):
         why = "one rank holds all" if plan.tp == 1 else "too many ranks to be drawn"
-        raise illegal("tp", plan.tp, why, f"2 to {MOST_RANKS}")
+        raise illegal("tp", plan.tp, why, f"2 to {len(RANK_COLOUR)}")
 
 
 def splits(plan: Plan, role: str) -> dict[str, tuple[Split, Split]]:
@@ -168,9 +163,8 @@ def _marks(cell: Block) -> list[Cell]:
     wide, high, look = x[1] - x[0], y[1] - y[0], theme.look()
     ink = "" if cell.strong else look.faint
     if len(cell.ranks) == 1:
-        number = str(cell.ranks[0]) if wide > LEAST else ""
         fill, size = colour(cell.ranks[0], cell.strong), 15 if min(wide, 2 * high) > 0.2 else 11
-        return [Cell(x, y, fill, cell.label or number, _hover(cell), size, ink)]
+        return [Cell(x, y, fill, cell.label or str(cell.ranks[0]), _hover(cell), size, ink)]
     per_line = len(cell.ranks) if len(cell.ranks) * 0.11 < wide else 2
     lines = -(-len(cell.ranks) // per_line)
     side = min(0.1, wide / per_line - GAP)
@@ -181,8 +175,8 @@ def _marks(cell: Block) -> list[Cell]:
         line, at = divmod(n, per_line)
         row = min(per_line, len(cell.ranks) - line * per_line)
         x0, y0 = middle + (at - row / 2) * (side + GAP), first + line * (tall + GAP)
-        number, fill = str(rank) if tall > LEAST else "", colour(rank, cell.strong)
-        marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, number, "", 12, ink))
+        fill = colour(rank, cell.strong)
+        marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, str(rank), "", 12, ink))
     if cell.label:
         marks.append(Cell((middle, middle), (first - 0.06,) * 2, look.wait, cell.label))
     return marks
@@ -190,8 +184,7 @@ def _marks(cell: Block) -> list[Cell]:
 
 def colour(rank: int, strong: bool = True) -> str:
     """The rank's colour, the same in every figure; pale if not ``strong``."""
-    fill = RANK_COLOUR[rank % len(RANK_COLOUR)]
-    return fill if strong else theme.shade(fill, 1, 2)
+    return RANK_COLOUR[rank] if strong else theme.shade(RANK_COLOUR[rank], 1, 2)
 
 
 def _hover(cell: Block) -> str:

@@ -21,7 +21,6 @@ from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import (
     COLUMNS,
     GREY,
-    MODE_NAME,
     Block,
     check,
     held,
@@ -30,9 +29,8 @@ from paralab.view.matrix_blocks import (
     table,
 )
 
-LOW = "₀₁₂₃₄₅₆₇₈₉"
+LOW = "₀₁"  # a grid of at most eight ranks is 2 × 2
 COLOUR = f"colour: the rank that holds a block{GREY}"
-MOST_TERMS = 3  # up to so many products are written out in a block of Y
 
 
 class Step(NamedTuple):
@@ -66,14 +64,11 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if plan.tp_mode == "3d":
         below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
-    fig, shown, count = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
+    fig, shown = pictures[step or 0], range(len(steps)) if step is None else (step,)
     if step is None:
         _animate(fig, steps, pictures)
-    else:
-        shown, count = (step,), f"step {step + 1} of {len(steps)}"
-    return fig.explained(
-        f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {count}",
-        (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
+    return fig.tabled(
+        (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)])
     )
 
 
@@ -98,7 +93,7 @@ def summa(plan: Plan) -> list[Step]:
             i, j, z = place["i"], place["j"], place.get("z", 0)
             terms = [f"{_block('X', i, k, z)}{_block('W', k, j)}" for k in range(step + 1)]
             text = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
-            cells.append(cell._replace(label=text if q <= MOST_TERMS else f"{step + 1} of {q}"))
+            cells.append(cell._replace(label=text))
         title = f"Step {step + 1} of {q}: column {step} of X goes along the rows, row {step} of W "
         title += "along the columns; each rank adds a product"
         steps.append(Step(title, f"{step + 1}", cells, arrows))

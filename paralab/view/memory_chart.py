@@ -7,18 +7,17 @@ of a figure and writes its finding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
-from paralab.checks import count_of
 from paralab.report.amounts import peak
 from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import Curve, capacity, curves, fullest
-from paralab.view.memory_panels import MAX_PANELS, drawn, limits
+from paralab.view.memory_panels import MAX_PANELS, drawn
 from paralab.view.mesh_grid import spread
 from paralab.view.rank_mesh import row_name
 from paralab.view.stacked_bars import bytes_bars
@@ -26,17 +25,17 @@ from paralab.view.stacked_bars import bytes_bars
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
-def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
-    """Bytes on the device by category over one step, a panel for every rank. If the rank with the
-    highest peak also keeps data on the host or in files, the title's second line says how much.
+def memory_chart(report: Tables, *, rank: int | None = None) -> Chart:
+    """Bytes on the device by category over the step with the highest peak, the last of several, a
+    panel for every rank. If the rank with the highest peak also keeps data on the host or in files,
+    the title's second line says how much.
 
     rank  one rank only. Default: all; of more than four, the one with the highest peak and others
           evenly spaced
-    step  default: the one with the highest peak, the last of several
 
-    Raises ValueError if the report has no memory samples, or none of that rank or step.
+    Raises ValueError if the report has no memory samples, or none of that rank.
     """
-    by_rank = curves(report, ranks=None if rank is None else [rank], step=step)
+    by_rank = curves(report, rank)
     shown = _spaced(by_rank)
     worst = fullest(by_rank)
     remarks = [f"step {worst.step}"]
@@ -46,31 +45,19 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
         if (offloaded := peak(report, tier=tier, rank=worst.rank)) is not None and offloaded.total:
             remarks.append(f"at most {theme.in_bytes(offloaded.total)} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
-    fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
-    of = f"{len(shown)} of " * (len(by_rank) > 1)
-    ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
-    return fig.explained(
-        f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
-        _table({f"rank {c.rank}": c for c in shown}),
-    )
+    fig = drawn(shown, heads, _finding(worst), naming.clock_line(report, *remarks))
+    return fig.tabled(_table({f"rank {c.rank}": c for c in shown}))
 
 
-def memory_charts(
-    runs: Mapping[str, Tables],
-    *,
-    rank: int = 0,
-    step: int | None = None,
-    title: str | None = None,
-) -> Chart:
-    """One rank of several runs, {label: report}, one above the other on one scale of bytes.
+def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
+    """Rank 0 of several runs, {label: report}, one above the other on one scale of bytes.
 
     title  replaces the finding, which compares the peaks
 
     The step of every run is as wide as the figure, as runs are compared in bytes, not in time.
-    Raises ValueError without runs, and on a run without memory samples of that rank or step, which
-    it names.
+    Raises ValueError without runs, and on a run without memory samples of rank 0, which it names.
     """
-    by_run = _curve_of_each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
+    by_run = _curve_of_each(runs, lambda report: curves(report, 0)[0])
     peaks = {label: curve.peak for label, curve in by_run.items()}
     several, first = len({report.clock for report in runs.values()}) > 1, next(iter(by_run))
     heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in by_run.items()]
@@ -78,13 +65,9 @@ def memory_charts(
         if i and peaks[first]:
             heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
-    below = f"{f'rank {rank}, ' * many}one step of each run, all on one scale of bytes"
+    below = f"{'rank 0, ' * many}one step of each run, all on one scale of bytes"
     fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
-    return fig.titled(title).explained(
-        f"memory of {count_of(len(by_run), 'run')} on rank {rank}, by category: "
-        f"{' | '.join(by_run)}",
-        _table(by_run),
-    )
+    return fig.titled(title).tabled(_table(by_run))
 
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
@@ -93,17 +76,8 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     """
     by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
     peaks = {name: curve.peak for name, curve in by_run.items()}
-    lines: dict[tuple[str, int], list[str]] = {}  # {(label, bytes) of a device: its runs}
-    for name, curve in by_run.items():
-        for line in limits(curve, max(peaks.values())).items():
-            lines.setdefault(line, []).append(name)
-    labels = [label for label, _ in lines]
-    room = {  # with the names of its runs if another device has the same label
-        label + f" of {theme.listed(runs_of)}" * (labels.count(label) > 1): n
-        for (label, n), runs_of in lines.items()
-    }
     held = {name: curve.held for name, curve in by_run.items()}
-    chart = bytes_bars(held, room).said_below("of each run, the rank with the highest peak")
+    chart = bytes_bars(held).said_below("of each run, the rank with the highest peak")
     return chart.retitled(_verdict(peaks), chart.below).titled(title)
 
 
@@ -118,8 +92,9 @@ def stage_memory(report: Tables) -> Chart:
     peaks = [fullest(list(of_stage)) for _, of_stage in stages]
     shown = _spaced(peaks)
     chart = bytes_bars({stage_of(report, c.rank): c.held for c in shown}, capacity(report))
-    remark = f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
-    return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart._table)
+    return chart.said_below(
+        f"{len(shown)} of {len(peaks)} stages drawn" * (len(shown) < len(peaks))
+    )
 
 
 def fits(report: Tables) -> str | None:
@@ -156,17 +131,14 @@ def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curv
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def _finding(curves: Sequence[Curve], worst: Curve) -> str:
+def _finding(worst: Curve) -> str:
     report, category = worst.report, max(worst.held, key=worst.held.__getitem__)
     share = worst.held[category] / worst.peak if worst.peak else 0.0
     text = f"{theme.text(naming.subject(report))}: memory peaks at {theme.in_bytes(worst.peak)}"
     if limit := report.meta.get("memory_limit"):
         text += f" of {theme.in_bytes(limit)}"
     text += f" {worst.phase(worst.peak_at)}"
-    if len(curves) > 1 and worst.peak - min(c.peak for c in curves) <= ALIKE * worst.peak:
-        text += " on every rank"
-    elif report.world_size > 1:
-        text += f" on rank {worst.rank}"
+    text += f" on rank {worst.rank}" * (report.world_size > 1)
     verb = "takes" if category == "workspace" else "take"
     return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.share(share)}"
 
@@ -175,10 +147,8 @@ def _verdict(peaks: Mapping[str, float]) -> str:
     """Which run needs the least memory, which the most, and their ratio."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
     low, high = theme.in_bytes(peaks[least]), theme.in_bytes(peaks[most])
-    if len(peaks) == 1:
-        return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
-        return f"All need the same memory within {theme.percent(ALIKE)}: {high} at the peak"
+        return f"Memory peaks at {high}"
     share = f"{theme.share(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
     return f"“{theme.text(least)}” needs {low} at its peak, {share}"
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from paralab.checks import illegal, whole
+from paralab.checks import choice, illegal
 from paralab.report.tables import COMPUTE_KINDS, DRY, Tables
 from paralab.spec import Cluster
 from paralab.view import naming
@@ -101,21 +101,19 @@ class Curve:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def curves(
-    report: Tables, *, ranks: Sequence[int] | None = None, step: int | None = None
-) -> list[Curve]:
-    """The memory of ``ranks`` (default: all that were sampled) in ``step``, a curve per rank.
+def curves(report: Tables, rank: int | None = None) -> list[Curve]:
+    """The memory of ``rank`` (default: of all that were sampled, a curve each) in one step.
 
-    The default step is the one with the highest peak, the last of several, as a program's first
-    steps also set things up. Raises ValueError if nothing was sampled, and on a rank or step that
-    was not, which it names.
+    The step is the one with the highest peak, the last of several, as a program's first steps also
+    set things up. Raises ValueError if nothing was sampled, or nothing of the rank.
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
         legal = "what pl.run(...) or pl.predict(...) returned for a model"
         raise illegal("report", report, "no memory was sampled in it", legal)
-    table = _rows_with(table, "rank", ranks)
-    table = _rows_with(table, "step", None if step is None else [step])
+    if rank is not None:
+        known = tuple(sorted(set(table["rank"].tolist())))
+        table = table[table["rank"] == choice("rank", rank, known)]
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
     edges = {key: (start, end) for key, start, end in steps.itertuples()}
     samples: dict[tuple[int, int], list[Any]] = defaultdict(list)
@@ -123,19 +121,8 @@ def curves(
     for rank, at, *sample in zip(*(table[column].tolist() for column in columns), strict=True):
         samples[rank, at].append(sample)
     by_key = {key: _curve(report, *key, samples[key], edges.get(key)) for key in sorted(samples)}
-    if step is None:
-        step = max(by_key, key=lambda key: (by_key[key].peak, key[1]))[1]
-    return [curve for (_, key), curve in by_key.items() if key == step]
-
-
-def _rows_with(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
-    if wanted is None:
-        return table
-    known = sorted(set(table[column].tolist()))
-    for value in wanted:
-        if whole(column, value, at_least=0) not in known:
-            raise illegal(column, value, "no memory was sampled there", ", ".join(map(str, known)))
-    return table[table[column].isin(list(wanted))]
+    _, step = max(by_key, key=lambda key: (by_key[key].peak, key[1]))
+    return [curve for (_, at), curve in by_key.items() if at == step]
 
 
 def _curve(

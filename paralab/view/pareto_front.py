@@ -72,13 +72,8 @@ def pareto(search: Search) -> Chart:
         yaxis=log_axis("step time", times.min(), times.max(), "s", pad=(0.24, 0.06)),
         legend={"itemsizing": "constant"},
     )
-
-    text = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
     fig.draw([*traces, step, star, *_simulated(search)], [note_best, *words], shapes)
-    return fig.explained(
-        f"time against memory of {text}",
-        lambda: search.rows(shown).assign(front=np.isin(shown, front)),
-    )
+    return fig.tabled(lambda: search.rows(shown).assign(front=np.isin(shown, front)))
 
 
 def _drawn(search: Search) -> np.ndarray:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
@@ -33,12 +32,13 @@ WAITING = "waits for a neighbouring stage"
 
 
 def pipeline_timeline(
-    report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool | None
+    report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool
 ) -> Chart:
-    """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
-    if ideal is None:  # drawn if there is room, and if the report is not that of a bare schedule
-        drawn = len(boxes.chosen(report, step, ranks)[1])
-        ideal = drawn <= ROOM and report.model is not None
+    """The step's boxes; above them, if ``ideal`` and if there is room, those of the same schedule
+    with free links.
+    """
+    drawn = len(boxes.chosen(report, step, ranks)[1])
+    ideal = ideal and drawn <= ROOM and report.model is not None  # None: of a bare schedule
     real = section(report, step=step, ranks=ranks, compute_only=ideal, marked=True)
     bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
     sections, ideal_bubble = [real], None
@@ -53,9 +53,7 @@ def pipeline_timeline(
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
         remarks.append("ideal: the same costs, but links take no time")
-    summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
-    summary += f"{sum(len(part.boxes) for part in sections)} boxes on {len(real.ranks)} ranks"
-    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks, summary)
+    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks)
 
 
 def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) -> str:
@@ -63,8 +61,6 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     text = _bubble_of(naming.subject(report), bubble)
     if ideal_bubble is None:
         return text
-    if percent(ideal_bubble) == percent(bubble):
-        return f"{text}, the same as if links took no time"
     return f"{text}, {theme.share(ideal_bubble)} if links took no time"
 
 
@@ -74,8 +70,7 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     marked  whether the line at the end stands where the pipeline ends instead of the step
     asked   compute_only, step and ranks, as `boxes.section` takes them
     """
-    asked = {"compute_only": True, "most": timeline_rows.MAX_BOXES, **asked}
-    result = boxes.section(report, label=label, **asked)
+    result = boxes.section(report, label=label, **{"compute_only": True} | asked)
     zero, _ = boxes.extent(report, result.step)
     parts = {
         rank: (start - zero, end - zero)
@@ -99,8 +94,6 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
     # Where no waits are recorded, every gap is one; a bare schedule has those of its last actions.
     if report.model is None or all(b["kind"] != "wait" for b in result.boxes):
         low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
-        if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
-            high = max(b["start"] for b in result.boxes)
         fill(result, dict.fromkeys(result.ranks, (low, high)))
     else:
         fill(result, edges, parts)
@@ -138,27 +131,23 @@ def head(name: str, bubble: float) -> str:
 
 
 # ---- simulated schedules -------------------------------------------------------------------------
-def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: float) -> Chart:
+def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     """Several schedules, {name: lists of actions or a simulation}, under one another on one time
     axis: what its bubble costs each of them.
 
-    title    replaces the finding, which compares the slowest with the fastest
-    seconds  of ``forward``, ``backward`` and ``weight_grad`` for all of a rank's layers; default 1,
-             2 (1 if backward is split into halves) and 1 ms. Each of v chunks takes 1/v of them
+    title  replaces the finding, which compares the slowest with the fastest
 
-    Raises ValueError without schedules, on something that is no schedule, and if all take no time.
+    In lists, forward, backward and each half of a split backward take 1, 2, 1 and 1 ms for all of a
+    rank's layers; each of v chunks takes 1/v of that. Raises ValueError without schedules, and on
+    something that is no schedule.
     """
     naming.labelled("named", named, "{name: a schedule}")
-    for name in seconds:
-        choice("seconds of", name, ("forward", "backward", "weight_grad"))
     by_name = {
-        str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
+        str(name): schedule if isinstance(schedule, Simulation) else _timed(schedule)
         for name, schedule in named.items()
     }
     lengths = {name: schedule.makespan for name, schedule in by_name.items()}
     best = min(lengths, key=lengths.__getitem__)
-    if not lengths[best]:
-        raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
     slowest, fastest = (
         [theme.text(name) for name, length in lengths.items() if math.isclose(length, extreme)]
@@ -174,17 +163,16 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         finding = f"{theme.listed(fastest)} take the same time"
     if len(sections) == 1:
         finding = _bubble_of(best, by_name[best].bubble_rate)
-    summary = f"schedules on one axis: {' | '.join(by_name)}"
-    return timeline_rows.drawn(sections, finding, [], summary).titled(title)
+    return timeline_rows.drawn(sections, finding, []).titled(title)
 
 
-def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
-    """A schedule simulated with these costs or the default ones of `schedules`."""
+def _timed(lists: Sequence[Sequence[Any]]) -> Simulation:
+    """A schedule simulated with the costs that `schedules` states."""
     lists, order = checked(lists)
-    halves = W in order.kind
-    cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3, **seconds}
-    cost = {"weight_grad": 1e-3, **cost} if halves else cost
-    return simulate(lists, **{k: t * order.ranks / order.stages for k, t in cost.items()})
+    each = 1e-3 * order.ranks / order.stages
+    if W in order.kind:
+        return simulate(lists, forward=each, backward=each, weight_grad=each)
+    return simulate(lists, forward=each, backward=2 * each)
 
 
 def _bubble_of(name: str, bubble: float) -> str:
@@ -193,13 +181,11 @@ def _bubble_of(name: str, bubble: float) -> str:
 
 def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     """The timeline of a simulated schedule."""
-    instance("simulation", simulation, Simulation, "what theory.pipeline.simulate(...) returned")
     section, order = simulated(simulation, name), simulation.order
     remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
     remarks += [f"v={v}"] * (v > 1)
-    summary = f"timeline of {name}: {section.total} actions on {order.ranks} ranks"
     finding = _bubble_of(name, simulation.bubble_rate)
-    return timeline_rows.drawn([section], finding, remarks, summary)
+    return timeline_rows.drawn([section], finding, remarks)
 
 
 def simulated(

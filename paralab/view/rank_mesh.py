@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import count_of, illegal, instance, whole
+from paralab.checks import count_of, illegal, whole
 from paralab.spec import Cluster, Plan
 from paralab.theory.traffic import level
 from paralab.view import theme
@@ -61,27 +61,25 @@ def _dp_sends(plan: Plan) -> dict[str, str]:
     return near | {"shard": sharded, "replica": "all-reduce of the gradients' shards"}
 
 
-def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None) -> Chart:
-    """The ranks of ``plan`` as a grid, the groups of ``rank`` (default 0) in the colours of their
+def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int = 0) -> Chart:
+    """The ranks of ``plan`` as a grid, the groups of ``rank`` in the colours of their
     axes, with what each group sends, and the nodes of ``cluster``, if it is given, as frames.
 
     Of more than ten pipeline ranks, or two dozen ranks in a row, the neighbours of ``rank``, the
     first and the last are drawn; the table has all. Raises ValueError if there is no such rank, or
     if the cluster has too few devices.
     """
-    instance("plan", plan, Plan, "a pl.Plan(...)")
-    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     world = plan.world_size
     if cluster is not None and world > cluster.num_devices:
         devices = count_of(cluster.num_devices, "device")
         why = f"it has {devices}, the plan needs {world}"
         raise illegal("cluster", cluster.name, why, "more nodes, or fewer ranks")
-    shown_rank = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
-    own_groups = groups(plan, cluster, shown_rank)
-    grid = Grid(plan, shown_rank)
+    rank = whole("rank", rank, at_least=0, at_most=world - 1)
+    own_groups = groups(plan, cluster, rank)
+    grid = Grid(plan, rank)
     sizes = f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}"
     below = sizes + ", ranks of a tp group are side by side" * (plan.tp > 1)
-    names = {"rank": f"rank {shown_rank}"} | {group.axis: group.name for group in own_groups}
+    names = {"rank": f"rank {rank}"} | {group.axis: group.name for group in own_groups}
     width = theme.frame().width - 3 * theme.SIDE
     names = {key: theme.broken(text, width, 12) for key, text in names.items()}
     lines = sum(1 + text.count("<br>") for text in names.values())  # of the legend
@@ -91,7 +89,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     fixed = {"showline": False, "fixedrange": True}
     ticks = [(y + 0.5, f"{row_name(plan, index)} ") for index, y in grid.y.items()]
     fig = figure(
-        _finding(plan, cluster, shown_rank, own_groups),
+        _finding(plan, cluster, rank, own_groups),
         " · ".join([below, *grid.left_out]),
         height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * lines),
         margin={"t": HEAD, "b": 14 + LEGEND_ROW * lines, "l": 10, "r": 16},
@@ -110,12 +108,9 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     ]
     notes, frames = grid.nodes(cluster)
     axis_of = {r: group.axis for group in reversed(own_groups) for r in group.ranks}
-    axis_of |= {shown_rank: "rank"}
+    axis_of[rank] = "rank"
     fig.draw([grid.cells(colours, axis_of, cluster), *keys], [*notes, *grid.dots()], frames)
-    drawn = len(grid.y) * len(grid.x)
-    text = f": {count_of(world, 'rank')}" + f", {drawn} of them drawn" * (drawn < world)
-    return fig.explained(
-        f"mesh of {sizes}{text}, {count_of(len(own_groups), 'group')} of rank {shown_rank}",
+    return fig.tabled(
         lambda: (
             "rank pp dp tp node group",  # node is -1 without a cluster
             [

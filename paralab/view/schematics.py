@@ -86,7 +86,7 @@ def ring(n: int = 4) -> Chart:
         height=int(110 + lines * (34 * n + 44)),
         x=(-0.6, columns * (n + 1) - 0.8),
         y=(-0.8, lines * (n + 1.3) - 1.1),
-    ).explained(f"ring all-reduce of {n} ranks, step by step", ("step rank chunk terms sent", rows))
+    ).tabled(("step rank chunk terms sent", rows))
 
 
 # ---- offload -------------------------------------------------------------------------------------
@@ -149,6 +149,4 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         height=330,
         x=(-0.1, 3 * len(places) - 1.7),
         y=(-0.9, 2.9),
-    ).explained(
-        f"data flow of {naming.plan_name(plan)}: {len(rows)} flows", ("link category bytes", rows)
-    )
+    ).tabled(("link category bytes", rows))

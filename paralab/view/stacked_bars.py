@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import choice, count_of, real
+from paralab.checks import choice, real
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.lanes import tracks
@@ -28,15 +28,13 @@ def bytes_bars(
     """One horizontal bar per entry, its bytes stacked by category; the devices' memory as lines.
 
     bars      {bar label: {category: bytes}}; categories: parameters, gradients, optimizer (or its
-              parts master, moments), activations, buffers, workspace, other
+              parts master, moments), activations, buffers, workspace, other; any else is grey
     capacity  {label: bytes} of devices, drawn as lines
     title     replaces the finding, which is made from the bars
 
-    Raises ValueError on a category without a colour and on bytes below 0, with their names.
+    Raises ValueError on bytes below 0, which it names.
     """
     rows, size = mark.rows_of(bars), capacity or {}
-    for _, category, _ in rows:
-        choice("category", category, tuple(theme.CATEGORY_COLOUR))
     size = {label: real(f"capacity[{label!r}]", n, above=0.0) for label, n in size.items()}
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0
@@ -70,10 +68,7 @@ def bytes_bars(
     shapes = [upright(n / per, axis="paper", **s) for n in drawn.values() for s in (edge, dashes)]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
-    return fig.explained(
-        f"memory of {count_of(len(bars), 'bar')} by category: {' | '.join(map(str, bars))}",
-        ("bar category bytes", rows),
-    )
+    return fig.tabled(("bar category bytes", rows))
 
 
 def seconds_bars(
@@ -112,10 +107,7 @@ def seconds_bars(
         **mark.FITTING,
     )
     traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
-    return fig.draw(traces, mark.ends(totals, per, unit="s")).explained(
-        f"seconds of {count_of(len(bars), 'bar')} by part: {' | '.join(map(str, bars))}",
-        ("bar part seconds", rows),
-    )
+    return fig.draw(traces, mark.ends(totals, per, unit="s")).tabled(("bar part seconds", rows))
 
 
 # ---- words ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import count_of
 from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
@@ -58,23 +57,18 @@ class Stretch(NamedTuple):
     parts: dict[str, float]
 
 
-def stage_time(
-    report: Tables, *, step: int | None = None, ranks: Sequence[int] | None = None
-) -> Chart:
-    """A step of every stage as stretches, each divided into what its time was spent on.
-
-    step   default: the step of median duration
-    ranks  default: the first rank of each stage, or all ranks if there is one stage; if these are
-           more than eight, eight of them, evenly spaced
+def stage_time(report: Tables) -> Chart:
+    """The step of median duration of every stage as stretches, each divided into what its time was
+    spent on. There is a row for the first rank of each stage, or for each rank if there is one
+    stage; of more than eight, eight are drawn, evenly spaced.
 
     Beneath each row are the rank's calls of data parallelism. ``.table`` has a row for every
-    stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
+    stretch, in seconds. Raises ValueError if the report has no step.
     """
     facts.needs_tables(report)
-    plan, (step, shown) = report.plan, boxes.chosen(report, step, ranks)
-    if ranks is None:
-        first = [r for r in shown if plan.pp == 1 or not any(plan.place(r)[1:])]
-        shown = spread(first, MAX_ROWS)
+    plan, (step, ranks) = report.plan, boxes.chosen(report, None, None)
+    first = [r for r in ranks if plan.pp == 1 or not any(plan.place(r)[1:])]
+    shown = spread(first, MAX_ROWS)
     stretches, calls, seconds = _read(report, step, shown)
     rows = {rank: float(i) for i, rank in enumerate(shown)}
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
@@ -109,13 +103,10 @@ def stage_time(
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
-    kinds = [kind for kind in ORDER if any(kind in stretch.parts for stretch in stretches)]
-    summary = f"{len(stretches)} stretches on {count_of(len(shown), 'rank')}"
-    return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
-        f"stage time of {naming.subject(report)}, {report.clock}: {summary}",
+    return fig.draw(drawn, column("idle", shares) if idle else ()).tabled(
         lambda: (
-            " ".join(["rank phase start end", *kinds]),
-            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in kinds)) for one in stretches],
+            " ".join(["rank phase start end", *ORDER]),
+            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in ORDER)) for one in stretches],
         ),
     )
 

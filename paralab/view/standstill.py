@@ -60,11 +60,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule")
         if stand and trace.name.startswith("waiting"):
             trace.name = "waiting; for ever where labelled"
     chart.layout.xaxis.title.text = "time (ms)"
-    return chart.draw([], notes).explained(
-        f"{name}: {sum(done)} of {len(done)} actions done, {len(stand)} of {order.ranks} ranks "
-        "are stuck",
-        chart.table,
-    )
+    return chart.draw([], notes)
 
 
 def _so_far(

@@ -56,10 +56,7 @@ def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
     return chart.retitled(
         f"{name}, MLP on {tp} ranks: {chart.finding}",
         "both layers, forward and backward, one micro-batch · counted, not run",
-    ).explained(
-        f"elements per rank of {name} on {tp} ranks, predicted: {' | '.join(curves)}",
-        ("tp mode tokens elements", rows),
-    )
+    ).tabled(("tp mode tokens elements", rows))
 
 
 def _elements(model: ModelSpec, tp: int, mode: str, tokens: int) -> float:

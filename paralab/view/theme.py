@@ -17,12 +17,10 @@ import contextlib
 import contextvars
 import html
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 from paralab.checks import choice
@@ -98,30 +96,25 @@ LIGHT, DARK = (Look(**{name: both[i] for name, both in _INKS.items()}) for i in 
 LOOKS = {"light": LIGHT, "dark": DARK}
 SERIES_DASH = ("solid", "dash", "dot", "dashdot", "longdash")
 SERIES_SYMBOL = ("circle", "square", "diamond", "triangle-up", "x")
-SERIES_OF = {"ring": 0, "tree": 1, "hierarchical": 2, "overlapped": 0, "naive": 1, "bucketed": 2}
 
-_chosen: str | None = None
+_chosen = LIGHT
 
 
-def use_theme(name: str | None) -> None:
-    """Draw all later figures "light" or "dark"; None: as PARALAB_THEME says, else light.
-
-    Raises ValueError on another name.
-    """
+def use_theme(name: str) -> None:
+    """Draw all later figures "light" or "dark". Raises ValueError on another name."""
     global _chosen  # a setting of the reader's screen, not of any report
-    _chosen = None if name is None else choice("theme", name, tuple(LOOKS))
+    _chosen = LOOKS[choice("theme", name, tuple(LOOKS))]
 
 
 def look() -> Look:
-    """The current look. Raises ValueError if PARALAB_THEME is neither "light" nor "dark"."""
-    name = _chosen or os.environ.get("PARALAB_THEME") or "light"
-    return LOOKS[choice("PARALAB_THEME", name, tuple(LOOKS))]
+    """The current look."""
+    return _chosen
 
 
 @contextlib.contextmanager
 def drawn(name: str) -> Iterator[None]:
     """Figures made inside the block have this look, whatever was chosen before."""
-    before = _chosen
+    before = look().name
     use_theme(name)
     try:
         yield
@@ -177,18 +170,11 @@ def on(background: str) -> str:
 
 
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
-    """{label: {"ink", "dash", "symbol"}}: how each curve is drawn. Well-known labels (ring, tree,
-    naive, ...) look the same in every figure.
-    """
-    taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
-    if len(set(taken.values())) < len(taken):  # two have one style, as ring and overlapped have
-        taken = {}
-    free = (i for i in count() if i not in taken.values())
-    place = {label: taken[label] if label in taken else next(free) for label in labels}
+    """{label: {"ink", "dash", "symbol"}}: how each curve is drawn."""
     looks = {"ink": look().series, "dash": SERIES_DASH, "symbol": SERIES_SYMBOL}
     return {
         label: {name: values[i % len(values)] for name, values in looks.items()}
-        for label, i in place.items()
+        for i, label in enumerate(labels)
     }
 
 

@@ -6,34 +6,33 @@ same form, which mostly has one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from paralab.checks import choice, count_of, illegal, instance, real, whole
+from paralab.checks import choice, count_of, illegal, real, whole
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve
 
-DASH = {"measured": "solid", "replayed": "dash", "predicted": "dot", "dry run": "longdash"}
 NEAR = 0.065  # share of the axis: least distance of the words at the ends of lines
 
 
-def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
+def scaling(rows: Sequence[Mapping[str, Any]]) -> Chart:
     """Samples per second over ranks, by form, with the efficiency at each line's end.
 
-    rows   mappings or a DataFrame with form ("weak", "strong", "naive", ...), ranks, step_time
-           (seconds), samples (per step, all ranks together) and clock, the same in all rows
+    rows   mappings with form ("weak", "strong", "naive", ...), ranks, step_time (seconds), samples
+           (per step, all ranks together) and clock, the same in all rows
 
-    Raises ValueError if there are no rows, and on a row that lacks a value, which it names.
+    Raises ValueError if there are no rows, if their clocks differ, and on a value that is missing
+    or out of range, which it names.
     """
     table = _efficiency(_checked(rows))
     forms, ranks = table["form"].unique().tolist(), sorted(set(table["ranks"].tolist()))
     (clock,) = set(table["clock"])
-    symbol = "circle" + HOLLOW * (clock != "measured")
-    look = {"mode": "lines+markers", "dash": DASH[clock], "symbol": symbol}
+    look = {"mode": "lines+markers", "dash": "dot", "symbol": "circle" + HOLLOW}
     style, traces, ends = theme.series(forms), [], []
     for form, own in table.groupby("form", sort=False):
         points = list(own[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
@@ -64,27 +63,20 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         xaxis={"title": "ranks", "tickvals": ranks, "range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": "samples per second", "rangemode": "tozero", "tickformat": "~s"},
     )
-    summary = f"scaling of {' | '.join(forms)} to {count_of(ranks[-1], 'rank')}, {clock}: "
-    summary += count_of(len(table), "run")
-    return fig.draw(traces, notes).explained(summary, table)
+    return fig.draw(traces, notes).tabled(table)
 
 
-def _checked(rows: Any) -> pd.DataFrame:
-    legal = "one row per run: form, ranks, step_time, samples, clock"
-    listed = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
-    listed = list(instance("rows", listed, Iterable, legal, "table"))
-    if not listed:
+def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    if not rows:
+        legal = "one row per run: form, ranks, step_time, samples, clock"
         raise illegal("rows", rows, "nothing to draw", legal)
-    for i, row in enumerate(listed):
-        instance(f"rows[{i}]", row, Mapping, legal, "row with names")
+    for i, row in enumerate(rows):
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
-        choice(f"rows[{i}]['clock']", row.get("clock"), tuple(naming.CLOCK_MEANS))
-        if row["clock"] != listed[0]["clock"]:
-            why = "one figure has one clock"
-            raise illegal(f"rows[{i}]['clock']", row["clock"], why, listed[0]["clock"])
+        clocks = tuple(naming.CLOCK_MEANS) if i == 0 else (rows[0]["clock"],)
+        choice(f"rows[{i}]['clock']", row.get("clock"), clocks)
         for name in ("step_time", "samples"):
             real(f"rows[{i}][{name!r}]", row.get(name), above=0.0)
-    return pd.DataFrame([{**row, "form": str(row.get("form", "training"))} for row in listed])
+    return pd.DataFrame([{**row, "form": str(row.get("form"))} for row in rows])
 
 
 def _efficiency(points: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import choice, count_of, illegal
+from paralab.checks import count_of, illegal
 from paralab.report import facts
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
@@ -27,35 +27,25 @@ def timeline(
     *,
     step: int | None = None,
     ranks: Sequence[int] | None = None,
-    ideal: bool | None = None,
+    ideal: bool = True,
 ) -> Chart:
     """One box per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
 
-    ideal   for a pipeline: whether its schedule with free links is drawn above. Default: if there
-            is room for both
+    ideal   for a pipeline: whether its schedule with free links is drawn above, if there is room
+            for both
 
     The axis has milliseconds from the step's start. Raises ValueError if the report has no such
-    step or rank, and for ``ideal`` without a pipeline.
+    step or rank.
     """
-    choice("ideal", ideal, (True, False, None))
     if report.plan.pp > 1:
         return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
-    if ideal:
-        raise illegal("ideal", ideal, "one stage has no schedule", "None, or pp > 1")
     section = boxes.section(report, step=step, ranks=ranks)
     several = report.steps["step"].nunique() > 1  # true of an observed program, not of a function
     remarks = [f"step {section.step}"] if several or report.model is not None else []
     remarks.append(f"{section.duration * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # the first line has no room for it, see `finding`
         remarks.append(f"waiting: {section.share('wait')}")
-    which = " of the typical step" if step is None else f" of step {step}"
-    # Without boxes of other steps, whose number differs from run to run.
-    own_boxes = sum(box["step"] == section.step for box in section.boxes)
-    which *= report.model is not None
-    where = count_of(len(section.ranks), "rank")
-    summary = f"timeline of {naming.subject(report)}, {report.clock}: "
-    summary += f"{own_boxes} boxes{which} on {where}"
-    return drawn([section], finding(section), remarks, summary)
+    return drawn([section], finding(section), remarks)
 
 
 def timelines(
@@ -92,11 +82,7 @@ def timelines(
     remarks *= any(report.plan.pp > 1 for report in reports) and bool(remarks[0])
     if ranks is None and any(len(ranks_there) > most for ranks_there in ranks_of):
         remarks.append(f"the first {count_of(most, 'rank')} of each; ranks= selects others")
-    clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
-    summary = f"timelines of {count_of(len(reports), 'report')}: "
-    summary += f"{' | '.join(names)} ({clocks}): "
-    summary += f"{sum(len(section.boxes) for section in sections)} boxes"
-    return drawn(sections, _verdict(sections), remarks, summary).titled(title)
+    return drawn(sections, _verdict(sections), remarks).titled(title)
 
 
 # ---- the finding ---------------------------------------------------------------------------------
@@ -104,8 +90,6 @@ def finding(section: Section) -> str:
     """What the picture of one report proves, in one sentence."""
     report, step = section.report, section.step
     name = theme.text(naming.subject(report))
-    if section.duration <= 0:
-        return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
     shares, hidden = section.shares, []
@@ -149,7 +133,7 @@ def _verdict(sections: list[Section]) -> str:
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
     fast = min(sections, key=lambda section: section.duration)
     slow = max(sections, key=lambda section: section.duration)
-    if fast.duration <= 0 or slow.duration / fast.duration - 1 < SAME:
+    if slow.duration / fast.duration - 1 < SAME:
         return f"All take the same time within {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
     times = [f"{theme.text(s.label)} takes {s.duration * 1e3:.1f} ms" for s in (fast, slow)]
     return f"{'; '.join(times)}, {slow.duration / fast.duration:.2f} times as long"

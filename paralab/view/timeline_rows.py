@@ -27,13 +27,13 @@ LETTER_SHARE = 0.010  # share of the time axis that one letter takes
 FILLED = 0.92  # share of a row's height that boxes take
 
 
-def drawn(sections: list[Section], finding: str, remarks: list[str], summary: str) -> Chart:
+def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
     """The figure of one section or several; ``remarks`` go into the second line of its title."""
     many, reports = len(sections) > 1, [section.report for section in sections]
     shown, window, n_boxes = [], 0.0, 0
     for section in sections:
         in_order = sorted(section.boxes, key=lambda b: (b["start"], b["id"]))
-        first, n = in_order[: MAX_BOXES // len(sections)], max(len(in_order), section.total)
+        first, n = in_order[: MAX_BOXES // len(sections)], len(in_order)
         until = (
             section.seconds if len(first) == n else max((b["start"] for b in first), default=0.0)
         )
@@ -85,7 +85,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
             shares = [(rows[r, "compute"][0], theme.percent(n)) for r, n in section.idle.items()]
             notes += column("idle", shares, section.top + boxes.HEAD / 2 if many else None)
     fig.draw(_traces(sections, shown, window), notes, shapes)
-    return fig.explained(summary, lambda: boxes.table(sections))
+    return fig.tabled(lambda: boxes.table(sections))
 
 
 def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Part]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pandas as pd
 
-from paralab.checks import choice, count_of
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
@@ -33,7 +32,6 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
 
     matrix  False: only the bars, as always with more than 128 ranks
     """
-    choice("matrix", matrix, (True, False))
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
     steps = report.model is not None or "observed" in report.meta  # else calls of a function
     n, unit = len(facts.reported_ranks(report)), "step" if steps else "call"
@@ -42,8 +40,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
-    large = report.world_size > MAX_RANKS
-    alone = dry or large or not matrix or not sends
+    alone = dry or not matrix or not sends or report.world_size > MAX_RANKS
     optimum = None
     psi = facts.num_params(report)
     if psi and report.plan.dp == report.world_size > 1 and not copies:
@@ -65,8 +62,6 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: borders of nodes" * bool(shapes)
-    if large and matrix and not dry:
-        borders = f" · {report.world_size:,} ranks are too many for a matrix"
     seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
@@ -90,11 +85,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         said = "2(N−1)/N times the gradients" + ", both levels together" * (len(tops) > 1)
         at = {"axes": ("x2", "y2 domain"), "anchor": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
-    return fig.draw([*traces, *bars], notes, shapes).explained(
-        f"traffic of {naming.subject(report)}, {report.clock}: "
-        f"{count_of(len(flows), 'part')} of {count_of(len(links), 'link')}",
-        lambda: _moved(report, copies),
-    )
+    return fig.draw([*traces, *bars], notes, shapes).tabled(lambda: _moved(report))
 
 
 def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
@@ -187,15 +178,13 @@ def _finding(
     return f"{text}; {theme.share(far / total)} of it between nodes" if 0 < far < total else text
 
 
-def _moved(report: Tables, copies: bool) -> pd.DataFrame:
-    """The bytes that ranks send, edge by edge. With ``copies`` also those that they copy, as sent
-    to themselves: for these op is the link, and an additional column has the category.
+def _moved(report: Tables) -> pd.DataFrame:
+    """The bytes that ranks send, edge by edge, and those that an offload copies, as sent to
+    themselves: for these op is the link, and category says what is copied.
     """
-    sent = amounts.traffic(report, by=("edge", "axis", "level", "op"))
-    if not copies:
+    sent = amounts.traffic(report, by=("edge", "axis", "level", "op")).assign(category="")
+    if report.plan.tiers is None:
         return sent
     copied = amounts.copied(report).rename(columns={"rank": "sender", "link": "op"})
     copied = copied.assign(receiver=copied["sender"], axis="", level="")
-    tables = [sent.assign(category="")] * (len(sent) > 0) + [copied]
-    columns = [*sent.columns.drop("bytes"), "category", "bytes"]
-    return pd.concat([part[columns] for part in tables], ignore_index=True)
+    return pd.concat([sent] * (len(sent) > 0) + [copied[sent.columns]], ignore_index=True)

@@ -118,11 +118,7 @@ class Alternatives(Widget):
             name="sent",
         )
         notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
-        ranks = count_of(self._ranks(at), self.each)
-        fig.draw([*held, *sums], notes).explained(
-            f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category",
-            ("bar category bytes", rows + sent_rows),
-        )
+        fig.draw([*held, *sums], notes).tabled(("bar category bytes", rows + sent_rows))
         return [fig]
 
     def _rows(self, at: At) -> list[dict[str, str]]:

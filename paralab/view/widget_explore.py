@@ -222,10 +222,10 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
 # ---- its timeline --------------------------------------------------------------------------------
 def step_chart(report: Tables) -> Chart:
     """A step box by box, or as stretches if boxes would be too many."""
-    ranks, stages = shown_ranks(report, BOXES), report.plan.pp
-    if len(ranks) < min(stages, FEW) or _boxes_per_rank(report) > BOXES:
+    ranks = shown_ranks(report, BOXES)
+    if len(ranks) < min(report.plan.pp, FEW) or _boxes_per_rank(report) > BOXES:
         return stage_time(report)
-    chart = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
+    chart = timeline(report, ranks=ranks, ideal=False)
     if report.plan.tp > 1:
         chart.said_below("boxes include their waits for tp")
     return counted(chart, len(ranks), report.world_size)

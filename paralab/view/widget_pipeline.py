@@ -121,9 +121,7 @@ class Pipeline(Widget):
         finding = (
             f"{theme.text(name)}: the bubble is {bubble} of device time, {simulated} as simulated"
         )
-        boxes = f"{len(above.boxes) + len(real.boxes)} boxes on {at['pp']} ranks"
-        summary = f"{name}, simulated and replayed: {boxes}"
-        return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], summary)]
+        return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"])]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         simulation, plan = self.simulation(at), at.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from paralab.checks import illegal, instance, whole
+from paralab.checks import illegal, whole
 from paralab.interpret import quick
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COMPUTE, KEEP, WAIT
@@ -37,7 +37,6 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
 
     ``table``: stage, rank, category, bytes. Raises ValueError on fewer than 2 ranks or too many.
     """
-    instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
     whole("dp", dp, at_least=2, at_most=MOST_RANKS)
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
@@ -79,9 +78,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
         keys=[
             mark.boxes(name, theme.category_colour(name), [], x=[None], y=[None]) for name in STATES
         ],
-    ).explained(
-        f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
-    )
+    ).tabled(("stage rank category bytes", rows))
 
 
 def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
@@ -124,10 +121,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         xaxis=mark.time_axis("instruction", len(code)),
         yaxis=mark.rows_axis(list(enumerate(["instructions", *names])), len(names) + 0.6, -0.6),
     )
-    return fig.draw(traces, words).explained(
-        f"life of {units[unit].part} under {naming.plan_name(plan)}",
-        ("value from until bytes", rows),
-    )
+    return fig.draw(traces, words).tabled(("value from until bytes", rows))
 
 
 def _lives(code: Any, unit: int) -> list[tuple[tuple, int, int]]:

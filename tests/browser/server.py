@@ -31,7 +31,7 @@ FOLDERS = (
 )
 # A proxy that the environment names is not asked for loopback.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-INHERITED_NOT = ("PLOTLY_RENDERER", "PARALAB_THEME", "JUPYTER_CONFIG_PATH", "JUPYTER_PATH")
+INHERITED_NOT = ("PLOTLY_RENDERER", "JUPYTER_CONFIG_PATH", "JUPYTER_PATH")
 
 
 class Server:
