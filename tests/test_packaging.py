@@ -35,6 +35,7 @@ import sys, paralab as pl
 import paralab.report.report, paralab.report.storage, paralab.report.merge, paralab.view.page
 import paralab.trace, paralab.instruments.witness, paralab.theory.collectives
 pl.exercises.ALL, pl.exercises.guess("?", low=0, high=1), pl.explore, pl.program
+pl.theory.zero.volume(3), pl.view.use_theme("dark")
 print(*sorted({"torch", "numpy", "pandas", "plotly", "ipywidgets"} & sys.modules.keys()))
 """
     assert printed(code).split() == []
