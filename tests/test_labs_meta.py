@@ -351,13 +351,6 @@ def test_a_cell_that_fails_stops_the_build_and_leaves_the_old_notebook(lab, monk
     assert target.read_text() == "old"
 
 
-def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, capsys):
-    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
-    assert build.main([]) == 1
-    assert "apt install chromium" in capsys.readouterr().err
-    assert not list(lab.parent.parent.glob("*.ipynb"))
-
-
 def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell_and_readme_has_the_tagged(again):
     if not chromium.find():
         pytest.skip("only `make labs` draws pictures, and there is no browser here")
@@ -411,15 +404,6 @@ def test_strict_nbval_runs_each_output_of_a_lab_and_its_solution_once(harness):
     written = (harness.folder / "twice").rglob("*.txt")
     ran = {one.name: one.read_text() for one in written}
     assert ran == {"alike.txt": "once", "runs.txt": "onceonce"}
-
-
-def test_a_mark_astray_stops_the_build_and_names_the_cell(lab, monkeypatch, capsys):
-    monkeypatch.setattr(chromium, "find", lambda: "chromium")
-    lab.write_text(EXERCISE.replace("### END", "### The end of the"))
-    assert build.main([]) == 1
-    said = "00_twice.py, cell 3: line 2, '### BEGIN SOLUTION': a marker that is misplaced"
-    assert said in capsys.readouterr().err
-    assert not list(build.LABS.rglob("*.ipynb"))
 
 
 # ---- what is compared ----------------------------------------------------------------------------
