@@ -248,6 +248,11 @@ def test_a_few_bytes_are_said_too():
     assert sent == 4e-5 and readable(sent) == "0.000040"  # MB; one rank's of one rank with steps
 
 
+def test_repr_is_one_line_that_no_clock_changes():
+    shown = "Report(measured, dp=4, 4 ranks, 8 steps, 24 collectives)"
+    assert repr(synthetic.report(4, steps=8)) == shown
+
+
 # ---- files --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_saved_and_loaded_is_the_same_to_the_last_bit(tmp_path, name):
