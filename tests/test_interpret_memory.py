@@ -20,6 +20,7 @@ import paralab as pl
 from paralab.interpret.memory import Kind, Memory, memory, moments
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
+from test_programs_equal import Sliced
 from witness_memory import Witness, on_ranks, witness
 
 COUNT = os.environ.get("PARALAB_MEMORY_PLANS")
@@ -43,16 +44,6 @@ def turned(spec: pl.ModelSpec) -> Any:
             return x.transpose(1, 2).contiguous().transpose(1, 2)
 
     return Turned()
-
-
-def sliced(spec: pl.ModelSpec) -> Any:
-    """A block whose result is a part of a larger tensor, so what is handed on is a copy."""
-
-    class Sliced(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)[..., : spec.hidden]
-
-    return Sliced(spec.hidden, 2 * spec.hidden)
 
 
 class OfTwo(nn.Module):
@@ -204,7 +195,7 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan):
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
     ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
     ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
-    ({"block": sliced, "layers": 3, "seq_len": 96}, {
+    ({"block": Sliced, "layers": 3, "seq_len": 96}, {
         "pp": 3, "microbatches": 3, "microbatch_size": 4}),
     ({"block": OfTwo}, {"pp": 2, "microbatches": 3, "schedule": "zb-h1"}),
 ], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",

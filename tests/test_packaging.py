@@ -35,7 +35,12 @@ import sys, paralab as pl
 import paralab.report.report, paralab.report.storage, paralab.report.merge, paralab.view.page
 import paralab.trace, paralab.instruments.witness, paralab.theory.collectives
 pl.exercises.ALL, pl.exercises.guess("?", low=0, high=1), pl.explore, pl.program
+pl.theory.zero.volume(3), pl.view.use_theme("dark")
+assert "theory" in pl.__all__ and "papers" in dir(pl.theory) and "timelines" in dir(pl.view)
+assert not hasattr(pl.theory, "pipelines") and not hasattr(pl.view, "pie")
 print(*sorted({"torch", "numpy", "pandas", "plotly", "ipywidgets"} & sys.modules.keys()))
+pl.theory.papers.errata()
+assert "plotly" not in sys.modules
 """
     assert printed(code).split() == []
 

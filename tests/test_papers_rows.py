@@ -9,7 +9,6 @@ import pytest
 import paralab as pl
 from paralab.theory import needs, papers
 from paralab.theory.papers import korthikanti, ptdp
-from processes import printed
 from refusals import refuses
 
 MODEL, PLAN = pl.ModelSpec.preset("ptdp-39b"), pl.Plan(dp=8, tp=8, microbatches=4)
@@ -80,20 +79,6 @@ def test_a_row_that_cannot_be_is_refused():
         ((name, value),) = wrong.items()
         said = rf"rows\[0\].{name}={value}: {words}"
         refuses(said, papers.korthikanti_table5, rows=MEASURED | wrong)
-
-
-def test_theory_is_reached_without_a_deep_import_and_brings_nothing_along():
-    code = """
-import sys, paralab as pl
-heavy = lambda: {"numpy", "pandas", "torch", "plotly"} & sys.modules.keys()
-pl.theory.zero.volume(3)
-assert "theory" in pl.__all__ and "papers" in dir(pl.theory) and not heavy(), heavy()
-pl.theory.pipeline.bubble_formula("1f1b", 4, 8), pl.theory.papers.errata()
-assert heavy() <= {"numpy", "pandas"}, heavy()
-"""
-    printed(code)
-    with pytest.raises(AttributeError, match="'paralab.theory' has no attribute 'pipelines'"):
-        pl.theory.pipelines  # noqa: B018
 
 
 def test_errata_name_functions_that_say_so():

@@ -218,18 +218,6 @@ def test_model_states_are_the_papers_formulas_with_padding(stage, recipe, tied):
     assert counts == most if stage == 0 else 0 < counts <= most
 
 
-@pytest.mark.parametrize(
-    ("name", "alive"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("naive", [1, 1, 1, 1])]
-)
-def test_a_rank_keeps_as_many_microbatches_as_its_schedule_says(name, alive):
-    for rank in range(4):
-        one, kept = (
-            quick.most(DEEP, plan_of(name, pp=4, microbatches=m), rank=rank)["activations"]
-            for m in (1, 8)
-        )
-        assert kept == alive[rank] * one
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
 def test_no_more_units_are_gathered_than_the_prefetch_depth_says(prefetch, tied):

@@ -258,7 +258,6 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
 
 
 @pytest.mark.parametrize(("asked", "words"), [
-    ("program --lane tp", "lane='tp': no instruction of this program runs there"),
     ("program --all --diff-dp 2", "all=True: a difference shows every line"),
     ("predict --nodes 2", "nodes=2: this machine is one node; legal: --nodes together"),
 ])  # fmt: skip

@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
@@ -19,6 +18,7 @@ from paralab.experiment import DEFAULT_LR
 from paralab.model import draws, reference
 from paralab.programs.skeleton import stage_parts
 from refusals import refuses
+from test_programs_equal import Mixer  # draws when it is made and when it runs
 
 SPEC = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
 DROPPED = SPEC.replace(dropout=0.4)
@@ -53,7 +53,7 @@ def test_making_a_model_leaves_the_callers_random_numbers_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    pl.reference.GPT(DROPPED.replace(block=Noisy))(*batch())
+    pl.reference.GPT(DROPPED.replace(block=Mixer))(*batch())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -121,26 +121,13 @@ def test_dropout_keeps_the_mean():
     assert torch.equal(dropped > 0, draws.mask(ones.shape, 0.4, seed=seed, device="cpu"))
 
 
-class Noisy(nn.Module):
-    """A block that draws when it is made and when it runs."""
-
-    def __init__(self, spec: pl.ModelSpec) -> None:
-        super().__init__()
-        self.ln, self.mix = nn.LayerNorm(spec.hidden), nn.Linear(spec.hidden, spec.hidden)
-        self.drop = nn.Dropout(spec.dropout)
-        self.register_buffer("noise", torch.randn(spec.seq_len, 1))
-
-    def forward(self, x):
-        return x + self.drop(self.mix(self.ln(x))) * self.noise
-
-
 def test_a_block_of_ones_own_starts_from_values_drawn_by_name():
-    spec = DROPPED.replace(block=Noisy)
+    spec = DROPPED.replace(block=Mixer)
     gpt = pl.reference.GPT(spec)
     named = dict(gpt.named_parameters())
     assert {n: tuple(p.shape) for n, p in named.items()} == spec.parameter_shapes()
-    assert named["blocks.0.ln.weight"].eq(1).all() and not named["blocks.0.mix.bias"].any()
-    assert named["blocks.1.mix.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert named["blocks.0.ln.weight"].eq(1).all() and not named["blocks.0.gate.bias"].any()
+    assert named["blocks.1.gate.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(gpt.blocks[0].noise, gpt.blocks[1].noise)
     again, given = pl.reference.GPT(spec), batch()
     assert gpt(*given).item() == again(*given).item() != gpt(*given).item()

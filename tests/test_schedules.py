@@ -39,23 +39,6 @@ def test_naive_takes_one_micro_batch_all_the_way_and_back():
     assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
 
 
-def test_1f1b_is_the_picture_of_ptdp():
-    # PTD-P (Narayanan+ 2021, arXiv:2104.04473), fig. 4, top: p = 4, m = 8.
-    assert text(one_f_one_b(4, 8)) == [
-        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7",
-        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5 1B6 1B7",
-        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7",
-        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7",
-    ]
-
-
-def test_interleaved_is_the_picture_of_ptdp():
-    # PTD-P sec. 2.2.2, fig. 4, bottom: p = 4, v = 2, m = 8; device 1 begins with 1 2 3 4 of both.
-    rows = text(interleaved(4, 8, 2))
-    assert rows[0].startswith("0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1")
-    assert rows[3].startswith("3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1")
-
-
 def test_zb_h1_is_1f1b_with_weight_halves_held_back():
     for p, m in SIZES:
         for rank, (row, plain) in enumerate(zip(zb_h1(p, m), one_f_one_b(p, m), strict=True)):

@@ -38,6 +38,7 @@ def test_flops_are_those_that_torch_counts_in_a_step():
     (theirs,) = pl.trace(counted, ranks=1, args=(asked, 2)).results
     assert [step_flops(model, 2, recompute=recompute) for model, recompute in asked] == theirs
     assert step_flops(MODEL, 2) == theirs[0]
+    assert step_flops(MODEL, 2, recompute=True) == theirs[2]  # as "full"
 
 
 def test_a_device_that_does_nothing_but_multiply_uses_all_that_it_reaches():

@@ -25,7 +25,6 @@ from paralab.theory.traffic import wire_bytes
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.page import page
-from processes import printed
 from refusals import refuses
 from test_view_offload import made as offloaded
 
@@ -224,18 +223,6 @@ def test_a_chart_knows_the_two_lines_of_its_title_and_takes_more_words(light):
     # plotly's own subtitle falls on the title in a live figure.
     assert all(c.layout.title.subtitle.text is None for c in light.values())
     assert (Chart().finding, Chart().below) == ("", "")
-
-
-def test_pictures_are_imported_when_one_is_drawn():
-    code = (
-        "import sys, paralab as pl; from paralab import view; pl.view.use_theme('dark');"
-        "assert pl.view is view and 'timelines' in dir(view);"
-        "assert not {'plotly', 'pandas', 'torch'} & set(sys.modules);"
-        "view.bytes_bars({'a': {'other': 1}}); assert 'torch' not in sys.modules"
-    )
-    printed(code)
-    with pytest.raises(AttributeError, match="no attribute 'pie'"):
-        view.pie  # noqa: B018
 
 
 # ---- light and dark ------------------------------------------------------------------------------

@@ -30,14 +30,10 @@ from paralab.theory.gaps import other_threads
 from paralab.theory.ideal import schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
 from paralab.theory.schedule_check import validate
+from widgets import CLUSTER
 
 AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=5)
 pytestmark = [AGAIN, pytest.mark.timeout(600)]
-LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
-CLUSTER = pl.Cluster(
-    flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=LINK, cores=2, memory=10**10,
-    devices_per_node=64, host=LINK.replace(bandwidth=4e9), disk=LINK, host_bandwidth=1e10,
-)  # fmt: skip
 
 
 def quickest(work: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
