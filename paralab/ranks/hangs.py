@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from paralab.ranks.errors import RankTimeout
 
-DOES_NOT_ANSWER = """does not answer: it is stopped, or blocked inside the operating system, or \
-has more than 100 Python threads"""
+DOES_NOT_ANSWER = "does not answer: it is stopped, or blocked inside the operating system"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -114,10 +113,9 @@ def show_cells(traceback: str) -> str:
 
 def main_stack(dump: str) -> list[Frame]:
     """The main thread's frames, innermost first, in a dump of faulthandler, which writes the oldest
-    thread last. Of more than 100 threads it leaves the oldest out, so there are none.
+    thread last.
     """
-    main = "" if dump.endswith("\n...\n") else _THREAD.split(dump)[-1]
-    frames = _FRAME.findall(main)
+    frames = _FRAME.findall(_THREAD.split(dump)[-1])
     return [Frame(file, int(line), name) for file, line, name in frames if line.isdigit()]
 
 
