@@ -91,18 +91,12 @@ def _judged(
             if status is None:
                 return f"{overdue} after {seconds:g} s"
             if result is None:
-                with tempfile.TemporaryFile() as another:  # OSError where there is no room
-                    another.write(bytes(2**16))
                 killed = KILLED * (status == -signal.SIGKILL)
                 return f"its cells failed: they ended their process with status {status}{killed}"
             if "failed" in result:
                 return f"its cells failed: {result['failed']}"
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        rows = tuple(Row(*map(str, row[:3]), row[3]) for row in result["rows"])
-        stated = [(row.limit, row.required) for row in rows] == [*exercise.required.items()]
-        if stated and all(row.ok in (True, False, None) for row in rows):
-            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"]))
-    return "its cells failed: what they patched has spoiled the verdict"
+    rows = tuple(Row(*row) for row in result["rows"])
+    return Verdict(exercise=exercise.name, rows=rows, said=result["said"])
 
 
 def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
@@ -130,10 +124,9 @@ def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
 
 def _read(file: Path) -> Json | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
 
 
 # ---- in the two processes ------------------------------------------------------------------------

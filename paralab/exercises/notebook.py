@@ -24,12 +24,12 @@ from paralab.exercises import LADDERS
 
 LEGAL = "a notebook of a lab, such as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
-CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that change an argument
+CHANGE = {"setattr"}  # Python's functions that change an argument
 READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
 LOOKS = {"check", "chart", "show"}  # methods that change nothing
 OURS, IMPORTED, DEFINED = "from this package", "imported", "a function or a class"
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # that parsing a text may raise
+FAILS = SyntaxError, ValueError  # that parsing a text may raise
 
 
 class Statement(NamedTuple):
@@ -218,16 +218,14 @@ def _root(node: ast.AST) -> str:
 
 
 def _path(node: ast.AST, paths: dict[str, str]) -> str:
-    """The dotted path of an expression, "pl.exercises.summa.check"; of a call that of its function,
-    of x["name"] "x.name"; of a name with an entry in ``paths`` that entry.
+    """The dotted path of an expression, "pl.exercises.summa.check"; of a name with an entry in
+    ``paths`` that entry; "" of anything else.
     """
     if isinstance(node, ast.Name):
         return paths.get(node.id) or node.id
     if isinstance(node, ast.Attribute):
         return f"{_path(node.value, paths)}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"{_path(node.value, paths)}.{node.slice.value}"
-    return _path(node.func, paths) if isinstance(node, ast.Call) else ""
+    return ""
 
 
 def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
