@@ -85,8 +85,6 @@ def test_what_an_answer_needs_is_taken_from_any_cell_and_nothing_else_is_run(tmp
 
 
 PLAIN = ANSWER.replace("import math\n", "")
-ADDS = "def add_to(one):\n    return lambda f: setattr(one, f.__name__, f)"
-
 OVER = (
     "import math\ndef up(x):\n    left = (\n        x\n        % 1\n    )\n    return math.ceil(x)"
 )
@@ -100,8 +98,6 @@ SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math
         ["import math\nups = {}", "ups.update(up=math.ceil)", "ups['up']"],
         ["import math\nups = [[1]]", "ups[0].insert(0, ups[0].pop())\nups[0][0] = math.ceil",
          "ups[0][0]"],
-        ["import math\nclass C: pass", "setattr(C, 'up', math.ceil)", "C.up"],
-        ["import math\nclass C: pass", ADDS, "@add_to(C)\ndef up(x): return math.ceil(x)", "C.up"],
         ["from math import *", "ceil"],
         ["import math\nups = [math.ceil]", "ups.remove(math.floor)", "ups[0]"],
         ["from __future__ import annotations",
@@ -113,7 +109,7 @@ SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math
         ["import math\nups = {}\nfor key in ['up']:\n    ups[key] = math.ceil",
          "if True:\n    def up(x):\n        return ups['up'](x)", "up"],
     ],
-    ids=["append", "update", "in place", "setattr", "decorator", "star",
+    ids=["append", "update", "in place", "star",
          "fails in the notebook too", "future", "an operator", "shell", "within if", "cell magic",
          "loop and if"],
 )  # fmt: skip
