@@ -172,21 +172,14 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         if twice := plan.recompute == "full":
             said = "with recomputation forward runs twice, and so do its two all-reduces"
             yield said, size - again
-        else:
-            yield "yours counts recomputation, which this plan does not use", size + again
         yield "backward makes two all-reduces per block, too", size - (1 + twice) * again
-        order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
+            order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
             yield f"the embedding's all-reduce is missing{order}", size - once
-        else:
-            yield f"there is no embedding on this stage{order}", size + once
         whole = size + (plan.pp - 1) * (size - first * once)  # with one embedding
         yield "yours counts the whole model; a stage has L/p blocks", whole
     elif axis == "pp":
-        if first:
-            said = "the first stage has no stage before it to send gradients to"
-            yield said + f", or {a_number}" * (w == 2), size * 2
-        else:
+        if not first:
             yield "a stage in the middle also sends gradients back", size / 2
         yield "every tensor-parallel rank sends the whole activation, not a t-th of it", size / t
         yield a_number, size / 2
