@@ -174,12 +174,8 @@ pl.exercises.model_states.__dict__['check'] = lambda *a: Yes()"""
         (["model_states = devices_needed = sys.exit(0)"], "its cells failed: SystemExit: 0"),
         (["model_states = devices_needed = os.kill(os.getpid(), 9)"], "status -9. If no other"),
         ([REDEFINES, "states.wrong_states = states.wrong_number = lambda *a, **k: ''"], "not yet"),
-        (["x = '\ud800'"], "code cell 2 cannot be read"),
-        ([ANSWER.replace("math.ceil(", "up('\\ud800') * math.ceil("),
-          "def up(word): raise OSError(word)"], "raised OSError"),
     ],
-    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "killed", "redefines",
-         "surrogate", "says a surrogate"],
+    ids=["stub", "missing", "syntax", "fails", "endless", "exit", "killed", "redefines"],
 )  # fmt: skip
 def test_a_notebook_without_a_right_answer_gets_a_verdict_and_does_nothing_to_the_grader(
     tmp_path, monkeypatch, cells, words
@@ -234,12 +230,6 @@ def test_the_title_says_which_lab_it_is_and_else_the_name(tmp_path, name, titles
 def test_a_notebook_of_no_lab_is_refused(tmp_path):
     mine = notebook(tmp_path, "import math", name="mine.ipynb")
     refuses("neither its title nor its name says which lab", read, mine)
-
-
-def test_a_notebook_with_a_mark_of_byte_order_is_read(tmp_path):
-    path = notebook(tmp_path, ANSWER)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert read(path).statements
 
 
 def test_of_several_notebooks_there_is_a_list_by_path_and_none_is_judged_if_one_is_none(

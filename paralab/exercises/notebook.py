@@ -68,7 +68,7 @@ def read(path: Any) -> Notebook:
     """Read a notebook. Raises ValueError if it is not the notebook of a lab."""
     file = checks.path("notebook", path, LEGAL)
     try:
-        cells = json.loads(file.read_text(encoding="utf-8-sig"))["cells"]
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
         texts = [(one["cell_type"], "".join(one["source"])) for one in cells]
     except OSError as error:
         raise illegal("notebook", str(path), error.strerror or "cannot be read", LEGAL) from error

@@ -24,38 +24,31 @@ UNAIDED = COMPUTES, ("spec/", "checks.py")
 def bounded(
     call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()
 ) -> tuple[Any, str]:
-    """`attempt`, in which a loop without end raises an error, before it fills the memory. An answer
-    that catches the error has failed all the same.
+    """`attempt`, in which a loop without end raises an error, before it fills the memory.
 
     alone  a reason why this package must not be called: calling it raises an error with this text
     legal  folders and files of this package that may be called all the same
     """
-    left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
-
-    def stop(why: str) -> None:
-        nonlocal stopped
-        stopped = stopped or why
-        raise RuntimeError(stopped)
+    left, allowed = LINES, tuple(f"{OURS}/{name}" for name in legal)
 
     def seen(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal left
         if event == "call" and (file := frame.f_code.co_filename).startswith(NOT_THEIRS):
             entered = file.startswith(OURS) and not frame.f_back.f_code.co_filename.startswith(OURS)
             if alone and entered and not file.startswith(allowed):
-                stop(alone)
+                raise RuntimeError(alone)
             return None
         left -= 1
-        return seen if left >= 0 else stop(f"{LINES:,} {ENDLESS}")
+        if left < 0:
+            raise RuntimeError(f"{LINES:,} {ENDLESS}")
+        return seen
 
     before = sys.gettrace()
     sys.settrace(seen)
     try:
-        value, trouble = attempt(call)
+        return attempt(call)
     finally:
         sys.settrace(before)
-    if stopped and not trouble:  # the answer caught the error, with which tracing ended
-        return None, f"raised RuntimeError: {stopped}"
-    return value, trouble
 
 
 @contextlib.contextmanager
