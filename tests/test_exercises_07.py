@@ -5,8 +5,7 @@ import pytest
 
 import paralab as pl
 from judged import Table, altered
-from paralab.exercises import diagnose, pairs, tensor
-from paralab.exercises.tries import Outcome
+from paralab.exercises import diagnose, pairs
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
 EXERCISE = pl.exercises.ALL
@@ -222,14 +221,6 @@ def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant
         assert said.startswith("rank 0: up, element (")
         words = "; from there on it has elements of another place, in down"
         assert said.endswith(words) if named else "another place" not in said
-
-
-def test_a_last_bias_of_which_each_rank_adds_a_part_is_not_called_wrong():
-    pair = pairs.PAIRS["mlp"]
-    whole = pairs.drawn(pair, 7)["down.bias"]
-    for parts, named in ((1, False), (2, False), (3, True)):
-        found = Outcome((), 7, None, [{"its down.bias": whole / parts}] * 2)
-        assert named == bool(tensor._not_its_part(found, pair, "down.bias"))
 
 
 def test_changes_of_a_few_elements_that_are_alike_by_chance_are_not_of_another_place():
