@@ -212,9 +212,9 @@ def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
     return [s for s in all_statements if s.cell <= last or not s.touches <= before]
 
 
-def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tuple[str, bool]]:
-    """(source, whether it may fail) of the statements that define ``names`` and of all that these
-    need, in the notebook's order. A call that defines nothing may have failed in the notebook too.
+def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> str:
+    """The source of the statements that define ``names`` and of all that these need, in the
+    notebook's order.
     """
     wanted, grown = set(names), -1
     while grown != len(wanted):
@@ -224,4 +224,4 @@ def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tu
                 wanted |= s.uses
     taken = [s for s in all_statements if s.always or s.touches & wanted]
     taken.sort(key=lambda s: not s.text.startswith("from __future__"))
-    return [(s.text, not (s.always or s.defines & wanted)) for s in taken]
+    return "\n\n".join(s.text for s in taken)
