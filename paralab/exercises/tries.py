@@ -8,6 +8,7 @@ it is watched, is in watched.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import linecache
@@ -68,11 +69,8 @@ def _sources(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
                 yield from _sources(tuple(vars(base).values()), (*within, value))
     elif code := getattr(value, "__code__", None):
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-        try:
-            text = "".join(inspect.getblock(lines))  # the same in every version of Python
-        except Exception:  # Python does not find the end of the function
-            text = ""
-        yield text or code.co_code.hex()
+        with contextlib.suppress(Exception):  # Python does not find the end of the function
+            yield "".join(inspect.getblock(lines))  # the same in every version of Python
 
 
 @dataclass(frozen=True)
