@@ -1,6 +1,5 @@
 """Lab 01: a ring all-reduce, one on two levels of links, half a ring; what never ends is ended."""
 
-
 import torch.distributed as dist
 
 import paralab as pl
