@@ -210,7 +210,7 @@ def run(
                 how = {"optimizers": False, "on_progress": bar.move, **limits}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
-            raise Stopped(f"{stopped}; {bar}", printed=stopped.printed) from None
+            raise Stopped(f"{stopped}; {bar}") from None
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:

@@ -1,7 +1,5 @@
 """Lab 01: a ring all-reduce, one on two levels of links, half a ring; what never ends is ended."""
 
-import re
-
 import torch.distributed as dist
 
 import paralab as pl
@@ -194,19 +192,14 @@ def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
     shows_life = "while True: print('still here', flush=True); time.sleep(0.05)"
     verdict = pl.exercises.all_gather_half.check(begins("import time", shows_life), timeout=1)
     assert "n=2: it has not ended within 2 s, the time that a check may take" in repr(verdict)
-    assert "it printed" not in repr(verdict)  # a few lines, all of which are shown
 
 
-def test_an_answer_that_prints_megabytes_is_told_so_and_does_not_fill_the_notebook(
-    monkeypatch, capsys
-):
+def test_an_answer_that_prints_megabytes_does_not_fill_the_notebook(monkeypatch, capsys):
     launch_program(str, 2, (), device="cpu")  # torch is loaded now, for which 2 s may not be enough
     monkeypatch.setattr(attempts, "WHOLE", 2)
     verdict = pl.exercises.all_gather_half.check(
         begins("while True: print('still here' * 10)"), timeout=1
     )
-    assert re.search(
-        r"within 2 s, the time that a check may take; it printed \d[\d,]*\.\d MB", repr(verdict)
-    )
+    assert "within 2 s, the time that a check may take" in repr(verdict)
     shown = capsys.readouterr().out
     assert shown.count("bytes left out") == 2 and len(shown) < 2 * 2 * attempts.KEPT + 1000

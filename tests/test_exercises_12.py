@@ -1,9 +1,5 @@
 """Lab 12's exercises: what a rank of a large plan sends and holds, and a better plan."""
 
-import contextlib
-import sys
-import threading
-
 import paralab as pl
 from judged import Table, altered, stored
 
@@ -12,39 +8,6 @@ SENDS = pl.exercises.rank_sends
 
 def counted(model, plan, rank):
     return dict(pl.dry_run(model, plan, rank=rank).traffic(by="axis").to_numpy())
-
-
-def counted_without_a_profile(*asked):
-    sys.setprofile(None)
-    return counted(*asked)
-
-
-def counted_in_a_thread(*asked):
-    found = {}
-    thread = threading.Thread(target=lambda: found.update(counted(*asked)))
-    thread.start()
-    thread.join()
-    return found
-
-
-def counted_at_the_second_try(model, plan, rank):
-    for _ in range(2):
-        with contextlib.suppress(RuntimeError):
-            return counted(model, plan, rank)
-
-
-def counted_behind_a_loop(model, plan, rank):
-    with contextlib.suppress(RuntimeError):
-        while True:
-            pass
-    return counted(model, plan, rank)
-
-
-def loops_behind_a_refusal(model, plan, rank):
-    with contextlib.suppress(RuntimeError):
-        counted(model, plan, rank)
-    while True:
-        pass
 
 
 WRONG = [  # changes of the answer, limits it breaks, words of the verdict
@@ -78,13 +41,9 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("return {\"tp\": tp, \"pp\": pp, \"dp\": dp}", "return tp + pp + dp")], {"tp", "pp", "dp"},
      "required: a dict, {axis: bytes}, yours is an int"),
 ]  # fmt: skip
-LOOKS = counted, counted_at_the_second_try, counted_without_a_profile, counted_in_a_thread
-LIBRARY = "so this function of it may not be called"
 BAD = [
     *((altered("rank_sends")(*pairs), *row) for pairs, *row in WRONG),
-    *((one, set(SENDS.required), LIBRARY) for one in LOOKS),
-    (loops_behind_a_refusal, set(SENDS.required), LIBRARY),
-    (counted_behind_a_loop, set(SENDS.required), "2,000,000 lines of the answer were run"),
+    (counted, set(SENDS.required), "so this function of it may not be called"),
 ]
 TABLE = Table(SENDS, BAD, exact=True)
 test_wrong_bytes_are_refused, test_right_bytes_pass, test_its_stub = TABLE.tests()

@@ -251,8 +251,6 @@ def test_the_data_of_an_answer_is_decided_by_what_it_says_however_it_is_compiled
         monkeypatch.setitem(linecache.cache, file, kept)
     assert seed(text, "<a cell>") == seed(text, "<a cell>", optimize=2)
     assert seed(text, "<a cell>") != seed(other, "<another>")
-    assert seed(text, "<in no file>") != seed(text, "<in no file>", optimize=2)
-    assert seed(text, "<in no file>") != seed(other, "<in no file>")
 
 
 def test_the_data_of_a_class_is_decided_by_what_the_answer_says_not_by_what_torch_does():

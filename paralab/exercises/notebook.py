@@ -1,15 +1,12 @@
 """Reads a learner's notebook without running it: its lab, and the statements that an answer needs.
 
-An answer needs the statements that import, define, assign or change a name that it uses. A call may
-change the object whose method it is, and its arguments: xs.append(1), setattr(C, "up", f),
-@add_to(C). Arguments are taken for unchanged if the result of the call is kept, or if the function
-is one of Python's or of this package's. A function among the arguments is never changed.
+An answer needs the statements that import, define, assign or change a name that it uses. A call of
+a method may change its object, xs.append(1); arguments of a call are taken for unchanged.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import json
 import math
 import re
@@ -24,12 +21,9 @@ from paralab.exercises import LADDERS
 
 LEGAL = "a notebook of a lab, such as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
-CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that change an argument
-READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
 LOOKS = {"check", "chart", "show"}  # methods that change nothing
-OURS, IMPORTED, DEFINED = "from this package", "imported", "a function or a class"
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # that parsing a text may raise
+FAILS = SyntaxError, ValueError  # that parsing a text may raise
 
 
 class Statement(NamedTuple):
@@ -74,7 +68,7 @@ def read(path: Any) -> Notebook:
     """Read a notebook. Raises ValueError if it is not the notebook of a lab."""
     file = checks.path("notebook", path, LEGAL)
     try:
-        cells = json.loads(file.read_text(encoding="utf-8-sig"))["cells"]
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
         texts = [(one["cell_type"], "".join(one["source"])) for one in cells]
     except OSError as error:
         raise illegal("notebook", str(path), error.strerror or "cannot be read", LEGAL) from error
@@ -94,15 +88,15 @@ def read(path: Any) -> Notebook:
 def statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
     """(all statements; in words, the cells that cannot be parsed)"""
     parsed: list[Statement] = []
-    kinds: dict[str, str] = {}  # of the names so far
+    imported: set[str] = set()  # names
     paths: dict[str, str] = {}  # of the values that were assigned to them
     broken = ""
     for number, cell in enumerate(cells):
         try:
             text = _code(cell)
             for node in ast.parse(text).body:
-                kinds |= _kinds(node)
-                parsed.append(_statement(number, text, node, kinds, paths))
+                imported |= _imported(node)
+                parsed.append(_statement(number, text, node, imported, paths))
                 for one in node.targets if isinstance(node, ast.Assign) else ():
                     if isinstance(one, ast.Name):
                         paths[one.id] = _path(node.value, paths)
@@ -127,26 +121,20 @@ def _code(cell: str) -> str:
     return cell
 
 
-def _kinds(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(name, kind) of the names that a statement imports, or defines by def or class."""
-    for inner in ast.walk(node):
-        if isinstance(inner, DEFINITIONS):
-            yield inner.name, DEFINED
-        elif isinstance(inner, (ast.Import, ast.ImportFrom)):
-            for name in inner.names:
-                source = getattr(inner, "module", None) or name.name
-                ours = source.partition(".")[0] == "paralab"
-                yield (name.asname or name.name).partition(".")[0], OURS if ours else IMPORTED
+def _imported(node: ast.stmt) -> set[str]:
+    """The names that a statement imports."""
+    imports = [one for one in ast.walk(node) if isinstance(one, (ast.Import, ast.ImportFrom))]
+    return {(n.asname or n.name).partition(".")[0] for one in imports for n in one.names}
 
 
 def _statement(
-    cell: int, text: str, node: ast.stmt, kinds: dict[str, str], paths: dict[str, str]
+    cell: int, text: str, node: ast.stmt, imported: set[str], paths: dict[str, str]
 ) -> Statement:
     source = _source(text, node)
     defines, uses = _names(source, node)
     imports = [one for one in ast.walk(node) if isinstance(one, ast.ImportFrom)]
     always = any(one.module == "__future__" or one.names[0].name == "*" for one in imports)
-    changes = frozenset(_changed(node, kinds)) - defines - {""}
+    changes = frozenset(_changed(node)) - imported - defines - {""}
     calls = [_path(one.func, paths) for one in ast.walk(node) if isinstance(one, ast.Call)]
     checks = frozenset(path.split(".")[-2] for path in calls if path.endswith(".check"))
     return Statement(cell, source, defines, changes, uses - defines, always, checks)
@@ -189,25 +177,12 @@ def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
                     yield from _at_cell_level(one)
 
 
-def _changed(node: ast.stmt, kinds: dict[str, str]) -> Iterator[str]:
-    """Names that the calls of a statement may change."""
-    nodes = list(_at_cell_level(node))
-    dropped = [one.value for one in nodes if isinstance(one, ast.Expr)]  # results are not kept
-    decorators = [mark for one in nodes for mark in getattr(one, "decorator_list", ())]
-    for call in (one for one in nodes if isinstance(one, ast.Call)):
-        method, name = (getattr(call.func, field, "") for field in ("attr", "id"))
-        owner = _root(call.func)
-        if method in LOOKS or name in READ or kinds.get(owner) == OURS:
-            continue
-        words = (*call.args, *(one.value for one in call.keywords))
-        named = {_root(word) for word in words} - READ - CHANGE
-        arguments = {one for one in named if kinds.get(one) not in (OURS, IMPORTED)}
-        if not name and kinds.get(owner) != IMPORTED:
-            yield owner
-        if call in decorators or name in CHANGE:
-            yield from arguments
-        elif call in dropped:
-            yield from (one for one in arguments if kinds.get(one) != DEFINED)
+def _changed(node: ast.stmt) -> Iterator[str]:
+    """Names of the objects whose methods a statement calls."""
+    for one in _at_cell_level(node):
+        function = one.func if isinstance(one, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr not in LOOKS:
+            yield _root(function)
 
 
 def _root(node: ast.AST) -> str:
@@ -218,16 +193,14 @@ def _root(node: ast.AST) -> str:
 
 
 def _path(node: ast.AST, paths: dict[str, str]) -> str:
-    """The dotted path of an expression, "pl.exercises.summa.check"; of a call that of its function,
-    of x["name"] "x.name"; of a name with an entry in ``paths`` that entry.
+    """The dotted path of an expression, "pl.exercises.summa.check"; of a name with an entry in
+    ``paths`` that entry; "" of anything else.
     """
     if isinstance(node, ast.Name):
         return paths.get(node.id) or node.id
     if isinstance(node, ast.Attribute):
         return f"{_path(node.value, paths)}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"{_path(node.value, paths)}.{node.slice.value}"
-    return _path(node.func, paths) if isinstance(node, ast.Call) else ""
+    return ""
 
 
 def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
@@ -239,9 +212,9 @@ def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
     return [s for s in all_statements if s.cell <= last or not s.touches <= before]
 
 
-def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tuple[str, bool]]:
-    """(source, whether it may fail) of the statements that define ``names`` and of all that these
-    need, in the notebook's order. A call that defines nothing may have failed in the notebook too.
+def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> str:
+    """The source of the statements that define ``names`` and of all that these need, in the
+    notebook's order.
     """
     wanted, grown = set(names), -1
     while grown != len(wanted):
@@ -251,4 +224,4 @@ def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tu
                 wanted |= s.uses
     taken = [s for s in all_statements if s.always or s.touches & wanted]
     taken.sort(key=lambda s: not s.text.startswith("from __future__"))
-    return [(s.text, not (s.always or s.defines & wanted)) for s in taken]
+    return "\n\n".join(s.text for s in taken)

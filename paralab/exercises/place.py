@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.unaided import bounded, close, untraced
+from paralab.exercises.unaided import UNAIDED, bounded, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -93,9 +93,9 @@ def place(tries: Tries) -> None:
 
 def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]:
     """What one rank runs: (the answer's plan, "") or (None, why there is none) of each case."""
-    close()
-    note = watch.group.context.note
-    return [bounded(lambda case=case: _planned(answer[0], case, note)) for case in CASES]
+    note, (why, legal) = watch.group.context.note, UNAIDED
+    how = why, (*legal, "theory/", "exercises/place.py", "exercises/unaided.py")
+    return [bounded(lambda case=case: _planned(answer[0], case, note), *how) for case in CASES]
 
 
 def _planned(
@@ -124,15 +124,10 @@ def suits(plan: Any, case: Case) -> None:
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(case.spec)
     devices, size, step = case.cluster.num_devices, plan.world_size, plan.global_batch
-    dp = f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}"
-    d, m, b = plan.dp, plan.microbatches, plan.microbatch_size
-    said = f"dp*microbatches*microbatch_size is {d}*{m}*{b} = {step}, "
-    said += f"and a step has {case.batch} samples"
-    count = "no number" if case.batch % (d * b) else case.batch // (d * b)
-    count = f"{count} with dp={d}, microbatch_size={b}"
+    samples = f"dp*microbatches*microbatch_size is {step}, and a step has {case.batch} samples"
     for field, holds, why, legal in (
-        ("dp", size == devices, f"dp*tp*pp is {size}, and there are {devices} devices", dp),
-        ("microbatches", step == case.batch, said, count),
+        ("dp", size == devices, f"dp*tp*pp is {size}, and there are {devices} devices", "all"),
+        ("microbatches", step == case.batch, samples, "the whole batch"),
         ("precision", plan.precision == PRECISION, "not the required precision", repr(PRECISION)),
         ("offload", plan.offload is None, "not allowed in this exercise", "None"),
     ):

@@ -20,7 +20,7 @@ from paralab.checks import shortened, shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.diagnose import times
 from paralab.exercises.tries import Tries
-from paralab.exercises.unaided import ENDLESS, bounded, close
+from paralab.exercises.unaided import ENDLESS, bounded
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
 MOST = 20_000  # entries of all lists in a reply together
@@ -115,8 +115,6 @@ def asked(
     """What the rank runs: for each question (number, args) it calls that part of the answer with
     these arguments. how: further arguments of `bounded`.
     """
-    if how:
-        close()
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part; a part that did not end is not called again
     for number, args in questions:

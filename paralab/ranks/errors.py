@@ -24,13 +24,7 @@ class RankTimeout(RankError):
 
 
 class Stopped(RuntimeError):
-    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned.
-    ``printed``: bytes that the ranks had printed by then.
-    """
-
-    def __init__(self, message: str = "", *, printed: int = 0) -> None:
-        super().__init__(message)
-        self.printed = printed
+    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
 
 
 def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:

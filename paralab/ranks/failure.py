@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Collection
 from typing import NamedTuple
 
-from paralab.checks import shortened, shown
+from paralab.checks import ADDRESS, shortened, shown
 from paralab.ranks.errors import OutOfMemory, RankError
 from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START, NO_PROCESS
@@ -26,7 +26,7 @@ _FROM_A_PEER = re.compile(
     re.IGNORECASE,
 )
 _TORCHS_FROM_A_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-_ALLOCATION = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
+_ALLOCATION = re.compile(r"allocated?:? +([\d.]+) ?([KMGTP]?i?B|bytes)\b", re.IGNORECASE)
 _NO_THREAD = re.compile("^(Resource temporarily unavailable|can't start new thread)$")
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
 ENDED = "was killed by signal"
@@ -86,9 +86,12 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
         or type(error).__name__ == "OutOfMemoryError"
         or _NO_MEMORY.search(message)
     ):
-        size = _ALLOCATION.search(" ".join(message.splitlines()))
-        what = "ran out of memory" + (f": it asked for {_readable(size[1])}" if size else "")
-        kind = "memory"
+        kind, what = "memory", "ran out of memory"
+        if size := _ALLOCATION.search(" ".join(message.splitlines())):
+            count, unit = size.groups()
+            if unit == "bytes":
+                count, unit = f"{int(count) / 2**20:,.0f}", "MiB"
+            what += f": it asked for {count} {unit}"
     elif _NO_THREAD.match(message):
         what += NO_PROCESS
     elif is_from_a_peer(error):
@@ -113,17 +116,6 @@ def _traceback(error: BaseException) -> str:
         frames = frames.tb_next
     frames = frames or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, frames))
-
-
-def _readable(text: str) -> str:
-    """8.0 TiB for "8796093022208 bytes. Error..."; the first sentence of any other text."""
-    number = re.match(r"(\d+) bytes", text)
-    if not number:
-        return text.split(". ")[0]
-    size, units = float(number[1]), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.1f} {units[0]}"
 
 
 def is_from_a_peer(error: BaseException | None) -> bool:
@@ -160,7 +152,7 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     """
     causes = [f for f in failures if f.kind != "communication"] or list(failures)
     first = min(causes, key=lambda f: f.time)
-    alike = [f for f in causes if _without_addresses(f) == _without_addresses(first)]
+    alike = [f for f in causes if ADDRESS.sub("", f.what) == ADDRESS.sub("", first.what)]
     rank, _, kind, what, trace, table, status = min(alike, key=lambda f: f.rank)
     if kind == "refused":
         return ValueError(what)
@@ -171,8 +163,3 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     if kind == "memory":
         return OutOfMemory(message, rank=rank, table=table, traceback=trace)
     return RankError(message, rank=rank, traceback=trace, status=status)
-
-
-def _without_addresses(failure: Failure) -> str:
-    """The line of a failure without objects' addresses, which differ between ranks."""
-    return re.sub(r"\b0x[0-9a-f]+", "", failure.what)

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from paralab.ranks.errors import RankTimeout
 
-DOES_NOT_ANSWER = """does not answer: it is stopped, or blocked inside the operating system, or \
-has more than 100 Python threads"""
+DOES_NOT_ANSWER = "does not answer: it is stopped, or blocked inside the operating system"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -114,21 +113,17 @@ def show_cells(traceback: str) -> str:
 
 def main_stack(dump: str) -> list[Frame]:
     """The main thread's frames, innermost first, in a dump of faulthandler, which writes the oldest
-    thread last. Of more than 100 threads it leaves the oldest out, so there are none.
+    thread last.
     """
-    main = "" if dump.endswith("\n...\n") else _THREAD.split(dump)[-1]
-    frames = _FRAME.findall(main)
+    frames = _FRAME.findall(_THREAD.split(dump)[-1])
     return [Frame(file, int(line), name) for file, line, name in frames if line.isdigit()]
 
 
 def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> Standing:
     """The `Standing` of a rank, from its note or, without one, from its stack."""
     call, with_ = "", tuple(range(world_size))
-    paralabs = [
-        f for f in stack if f.file.startswith(_PACKAGE) and not f.file.endswith("ranks/process.py")
-    ]
     own = [f for f in stack if f.own]
-    place = str((own or paralabs or list(stack))[0]) if stack else ""
+    place = str((own or stack)[0]) if stack else ""
     if note:
         call = _NOTE.match(note)[0]
         if named := _NOTE_RANKS.search(note):

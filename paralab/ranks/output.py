@@ -31,8 +31,7 @@ def keeping(count: int) -> Iterator[None]:
 class RankOutput:
     """The output of one rank. ``live``: lines are shown as they arrive, not at the end.
 
-    stream   where they are shown: "stdout" or "stderr"
-    printed  bytes that have arrived so far
+    stream  where they are shown: "stdout" or "stderr"
     """
 
     def __init__(self, rank: int, *, live: bool, stream: str = "stdout") -> None:
@@ -40,12 +39,10 @@ class RankOutput:
         self._partial = b""
         self._head: list[str] = []
         self._keep = self._head_left = self._tail_left = _kept.get()
-        self.printed = 0
         self._tail: deque[str] = deque()
         self._dropped = 0
 
     def feed(self, data: bytes) -> None:
-        self.printed += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > self._keep:
             lines.append(self._partial)

@@ -168,8 +168,7 @@ class Run:
             count = len(self.ranks)
             work = f"while {count} rank{'s were' if count != 1 else ' was'} at work"
             when = work if count else "before the ranks had started"
-            printed = sum(o.printed for rank in self.ranks for o in rank.outputs.values())
-            raise Stopped(f"stopped {when}", printed=printed)
+            raise Stopped(f"stopped {when}")
 
     def _listen(self) -> None:
         seconds = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0
