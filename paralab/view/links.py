@@ -8,7 +8,7 @@ latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -58,10 +58,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         from paralab.instruments.calibrate import calibration_points
 
         points = calibration_points()["links"]
-    legal = "rows with op, ranks, wire_bytes, seconds"
-    points = list(instance("points", points, Iterable, legal, "table"))
-    for i, point in enumerate(points):
-        instance(f"points[{i}]", point, Mapping, legal, "row with names")
+    points = list(points)
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
@@ -212,66 +209,51 @@ def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
     return max(firsts), min(lasts)
 
 
-def _lines_at(end: Callable, logs: Mapping[str, float]) -> list[str]:
-    """The lines at an ``end`` of the logarithms, min or max, but for rounding errors."""
-    value = end(logs.values())
-    return [name for name, log in logs.items() if abs(log - value) < EQUAL]
-
-
-def _fastest(lines: Mapping[str, Pairs]) -> tuple[list[list[str]], Pairs]:
-    """The fastest lines of every range of the common sizes, several if they are the fastest in all
-    of it; and the (bytes, seconds) at which one range ends and the next begins.
+def _fastest(lines: Mapping[str, Pairs]) -> tuple[list[str], Pairs]:
+    """The fastest line of every range of the common sizes, and the (bytes, seconds) at which one
+    range ends and the next begins.
     """
-    best, changes, at, (low, high) = [list(lines)], [], {}, _common_range(lines)
+    low, high = _common_range(lines)
     sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
-    for last, size in pairwise([low, *sizes]):
+    at, changes = _logs(lines, low), []
+    best = [min(at, key=at.__getitem__)]
+    for last, size in pairwise(sizes):
         before, at = at, _logs(lines, size)
-        fastest = _lines_at(min, at)
-        if still := [name for name in best[-1] if name in fastest]:
-            best[-1] = still
+        one, other = best[-1], min(at, key=at.__getitem__)
+        if at[one] - at[other] < EQUAL:
             continue
-        one, other = best[-1][0], fastest[0]
         gap = before[one] - before[other]
+        if last == low and abs(gap) < EQUAL:  # they begin together
+            best = [other]
+            continue
         crossing = last * (size / last) ** (gap / (gap - (at[one] - at[other])))
-        best.append(fastest)
+        best.append(other)
         changes.append((crossing, math.exp(_logs(lines, crossing)[one])))
     return best, changes
 
 
-def _finding(
-    lines: Mapping[str, Pairs], fastest: list[list[str]], changes: Pairs, axes: Axes
-) -> str:
+def _finding(lines: Mapping[str, Pairs], fastest: list[str], changes: Pairs, axes: Axes) -> str:
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
         ends = dict.fromkeys(axes.describe(*pair) for pair in (pairs[0], pairs[-1]))
         return f"{theme.text(name)}: {', '.join(ends)}"
-    begin, end = _common_range(lines)
-    if begin > end:
-        return "The lines have no size in common, so they cannot be compared"
-    best = [*map(_tied, fastest)]
+    best = [*map(theme.text, fastest)]
     if changes:
         sizes = [_worded(size, axes.x_unit, digits=2) for size, _ in changes]
         parts = [f"{best[0]} {axes.best} below {sizes[0]}"]
         parts += [f"{name} up to {end}" for name, end in zip(best[1:], sizes[1:], strict=False)]
         return f"{', '.join(parts)}, {best[-1]} above"
-    where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
-    if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
-        where = "everywhere"
-    if len(fastest[0]) == len(lines):
-        return f"{theme.listed([*map(theme.text, lines)])} are equal {where}"
-    at = _logs(lines, end)
-    times, slowest = math.exp(max(at.values()) - min(at.values())), _lines_at(max, at)
-    more = f"{100 * (times - 1):.2g} % more"
-    if times >= 1.05:
-        more = f"{times:,.{int(times < 100)}f} times as much"
-    if len(slowest) < len(lines):  # else they differ before
-        where += f": at {_worded(end, axes.x_unit)} {_tied(slowest)} needs {more}"
-    return f"{best[0]} {axes.best} {where}"
-
-
-def _tied(names: list[str]) -> str:
-    first, *others = map(theme.text, names)
-    return f"{first} (tied with {theme.listed(others)})" if others else first
+    begin, end = _common_range(lines)
+    first, last = _logs(lines, begin), _logs(lines, end)
+    if all(max(at.values()) - min(at.values()) < EQUAL for at in (first, last)):
+        return f"{theme.listed([*map(theme.text, lines)])} are equal everywhere"
+    slowest = max(last, key=last.__getitem__)
+    times = math.exp(last[slowest] - last[fastest[0]])
+    more = f"{times:,.{int(times < 100)}f} times as much"
+    if times < 1.05:
+        more = f"{100 * (times - 1):.2g} % more"
+    said = f"{_worded(end, axes.x_unit)} {theme.text(slowest)} needs {more}"
+    return f"{best[0]} {axes.best} everywhere: at {said}"
 
 
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:
