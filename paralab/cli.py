@@ -53,12 +53,7 @@ from paralab.version import __version__
 DIFF = "diff_"  # prefix of the options of `program`'s second plan, as in --diff-zero-stage 3
 OTHERS_WAIT = 20.0  # seconds that a machine's other ranks live on, while its first says why
 MEASURING = "measuring this machine, or reading what was measured before …"
-INPUTS = {  # {option or argument that is read: why no output file may be the same}
-    "script": "this file is the script itself",
-    "path": "this file is the report that is to be shown",
-    "data": "this file is the text that --data reads",
-    "resume": "this is the folder that --resume reads",
-}
+OTHER_PATHS = ("script", "path", "data", "resume", "checkpoint")  # that are read, or a folder
 # {option of an output file: (help, method of the report, message when it is written)}
 FILES = {
     "save": ("write the report as JSON", "save", "saved {0}; see it again: paralab show {0}"),
@@ -247,7 +242,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Show what this machine can do, and which labs run here. Exit status: 0 if "
         "labs run, 1 if none does (the reason is printed).",
     )
-    doctors.add_argument("--json", action="store_true", help="print the findings as JSON")
     text = "first measure this machine's speed and links, which takes ten to fifteen seconds; "
     text += "under torchrun on several machines the link between them too"
     doctors.add_argument("--calibrate", action="store_true", help=text)
@@ -303,15 +297,13 @@ def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 def _check_files(given: argparse.Namespace) -> None:
     """Refuse an output file that cannot be written, is an input too, or is named twice."""
-    read = {name: getattr(given, name, None) for name in (*INPUTS, "checkpoint")}
-    taken = {os.path.realpath(file): name for name, file in read.items() if file}
-    for name in FILES:
+    taken: dict[str, str] = {}
+    for name in (*OTHER_PATHS, *FILES):
         if (file := getattr(given, name, None)) is not None:
-            output_files.check(name, file)
-            other = taken.setdefault(os.path.realpath(file), name)
-            if other != name:
-                why = INPUTS.get(other, f"--{other} writes there too")
-                raise illegal(name, str(file), why, "another file")
+            if name in FILES:
+                output_files.check(name, file)
+            if (other := taken.setdefault(os.path.realpath(file), name)) != name:
+                raise illegal(name, str(file), f"{other} is this path already", "another file")
 
 
 def _print_summary(report: Any) -> None:
@@ -413,8 +405,7 @@ def _check(given: argparse.Namespace) -> int:
     finally:  # also of a class whose last notebooks cannot be judged
         if grades:
             printed = grades if len(books) > 1 else grades[0]
-            text = json.dumps(printed, indent=2, ensure_ascii=False)
-            print(text.encode(errors="replace").decode())  # an answer may print half a surrogate
+            print(json.dumps(printed, indent=2, ensure_ascii=False))
     return 0 if all(each["points"] == each["of"] for each in grades) else 1
 
 
@@ -509,7 +500,7 @@ def _doctor(given: argparse.Namespace) -> int:
         else:
             Cluster.local(device=given.device, refresh=True)
     found = doctor.diagnose(doctor.examine(given.device))
-    print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
+    print(found.text())
     return 1 if found.problems else 0
 
 

@@ -162,10 +162,10 @@ def need_room() -> None:
         raise illegal("TMPDIR", folder, why, f"a folder with {in_bytes(SCRATCH)} free")
 
 
-def room_in(folder: str | None) -> int | None:
+def room_in(folder: str) -> int | None:
     """Free bytes on the disk of ``folder``; None if it is no folder."""
-    with contextlib.suppress(OSError, TypeError):
-        return shutil.disk_usage(folder).free  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
     return None
 
 
@@ -205,11 +205,6 @@ class Diagnosis(NamedTuple):
                 f"{'; '.join(more)}.",
             ]
         return "\n".join([*rows, "", *end])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: machine, checks, labs, problems."""
-        findings = {check.name: check.finding for check in self.checks}
-        return {**self._asdict(), "machine": vars(self.machine), "checks": findings}
 
 
 def diagnose(machine: Machine) -> Diagnosis:

@@ -32,8 +32,8 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def comma_separated(text: str) -> list[str]:
-    """The names between commas; without any, the text itself, so that the setting refuses it."""
-    return [name.strip() for name in text.split(",") if name.strip()] or [text]
+    """The names between commas."""
+    return [name.strip() for name in text.split(",")]
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by annotation

@@ -1,6 +1,5 @@
 """Real text, and the same batches whatever the plan."""
 
-import os
 import sys
 
 import pytest
@@ -86,11 +85,3 @@ def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_pat
     (tmp_path / "short.txt").write_text("too short")
     words = "9 bytes are fewer than one sample needs; legal: .* 25 bytes"
     refuses(words, pl.run, model, data=tmp_path / "short.txt")
-
-
-def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
-    path = tmp_path / "t.txt"
-    path.write_text("x" * 100)
-    corpus = Corpus(path)
-    os.truncate(path, 10)
-    refuses("became shorter", corpus.read, 50, 5)
