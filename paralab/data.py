@@ -19,7 +19,6 @@ import bisect
 import hashlib
 import importlib.util
 import os
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -118,7 +117,7 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     if absolute.is_file() and not os.access(absolute, os.R_OK):
         raise illegal("data", str(path), "you have no permission to read it", legal)
     if absolute.is_file() and not _looks_like_text(absolute):
-        why = "it is not text: it contains zero bytes, or is UTF-16"
+        why = "it is not text: it contains zero bytes"
         raise illegal("data", str(path), why, f"{legal}, best in UTF-8")
     return absolute
 
@@ -134,5 +133,4 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _looks_like_text(file: Path) -> bool:
     with open(file, "rb") as opened:
-        beginning = opened.read(1024)
-    return b"\0" not in beginning and not beginning.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        return b"\0" not in opened.read(1024)

@@ -206,7 +206,7 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-                given = model, plan, settings, resume and os.fspath(resume), folder
+                given = model, plan, settings, folder
                 how = {"optimizers": False, "on_progress": bar.move, **limits}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
@@ -233,7 +233,7 @@ def run_under_torchrun(
     ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
     timeout = check_launch(timeout, device)
-    resume, settings = settings.get("resume"), checked(model, plan, **settings)
+    settings = checked(model, plan, **settings)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
@@ -254,7 +254,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, settings, resume, folder_of_rank)
+        part = _program(context, model, plan, settings, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -271,18 +271,12 @@ def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **trains: Any) -> fl
 
 
 def _program(
-    context: Any,
-    model: ModelSpec,
-    plan: Plan,
-    settings: dict[str, Any],
-    resume: str | os.PathLike[str] | None,
-    folder: str | None,
+    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any], folder: str | None
 ) -> dict[str, Any]:
-    """Runs in a rank. resume: as the caller gave it; folder: for the files of offloaded states"""
+    """Runs in a rank. folder: for the files of offloaded states"""
     from paralab.interpret.train import train
 
-    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
-    return train(context, model, plan, offload_folder=folder, newest=newest, **settings)
+    return train(context, model, plan, offload_folder=folder, **settings)
 
 
 def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:

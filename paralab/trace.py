@@ -42,7 +42,6 @@ def trace(
     timeout: float = 120.0,
     device: str | None = None,
     strict: bool = True,
-    live: bool = False,
     stop: threading.Event | None = None,
 ) -> Report:
     """Call ``fn(group, *args)`` on every rank; return a report of its calls, times and results.
@@ -59,7 +58,7 @@ def trace(
              arguments were alive before): ``report.meta["peak_bytes"]``, one number per rank
     strict   check every call against NCCL's order rules, on gloo too, and refuse a call that only
              some members of its group make, even if no rank waits for it
-    timeout, device, live, stop  as in `pl.launch`
+    timeout, device, stop  as in `pl.launch`
 
     ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
     ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.
@@ -70,7 +69,7 @@ def trace(
     node_of = places(ranks, nodes)
     choice("memory", memory, (False, True))
     program = functools.partial(_program, fn, node_of, memory)
-    how = {"timeout": timeout, "device": device, "live": live, "strict": strict, "stop": stop}
+    how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
     parts = launch_program(program, ranks, args, fn=fn, **how)
     for part in parts:
         if calls := part["unwaited"]:

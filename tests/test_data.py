@@ -68,7 +68,7 @@ def test_folders_are_read_in_the_order_of_names_without_hidden_and_binary_files(
     assert corpus.num_bytes == 12
 
 
-NO_TEXT = (b"", b"\0", b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50)
+NO_TEXT = (b"", b"\0", b"\0\1\2" * 99, "words".encode("utf-16"))
 
 
 @pytest.mark.parametrize("held", NO_TEXT)
@@ -78,7 +78,7 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path, held):
         refuses("data=.*legal", Corpus, data)
     path.write_bytes(held)
     refuses("data=.*legal", Corpus, tmp_path)
-    refuses("data=.*" + "not text: it contains zero bytes, or is UTF-16" * bool(held), Corpus, path)
+    refuses("data=.*" + "not text: it contains zero bytes" * bool(held), Corpus, path)
 
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):

@@ -140,7 +140,6 @@ def test_the_picture_of_a_plan_is_its_predicted_timeline(widget):
 @pytest.mark.parametrize(("knob", "why"), [
     ({"rank": 2}, "no such knob; legal: ranks, grad_sync"),
     ({"ranks": 5}, "the knob does not offer this value"),
-    ({"ranks": True}, "the knob does not offer this value"),
     ({"grad_sync": "fast"}, "legal: naive, bucketed"),
 ])  # fmt: skip
 def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):

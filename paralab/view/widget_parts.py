@@ -85,11 +85,10 @@ class Knob:
     def check(self, name: str, value: Any) -> Any:
         """The knob's option that equals ``value``. Raises ``ValueError`` if there is none."""
         values = [option for _, option in self.options]
-        for option in values:
-            if option == value and isinstance(option, bool) == isinstance(value, bool):
-                return option
-        legal = ", ".join(map(str, values))
-        raise illegal(name, value, "the knob does not offer this value", legal)
+        if value not in values:
+            legal = ", ".join(map(str, values))
+            raise illegal(name, value, "the knob does not offer this value", legal)
+        return values[values.index(value)]
 
     def repr(self, value: Any) -> str:
         if isinstance(self.brief, str):
