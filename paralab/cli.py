@@ -6,8 +6,8 @@ merges the parts.
 
 Options are not checked here: `ModelSpec`, `Plan` and the functions that take them decide what is
 legal, and a refusal of theirs becomes exit status 2. A failed run has exit status 1, an interrupted
-one 130, one ended by another signal 128 plus the signal's number. Such an end shows what the rank
-said, without a traceback of this process. torch is imported by the ranks alone.
+one 130. Such an end shows what the rank said, without a traceback of this process. torch is
+imported by the ranks alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from paralab import doctor, experiment, observing
 from paralab.checks import LEGAL, choice, current_folder, illegal, number, size
@@ -33,10 +33,8 @@ from paralab.options import (
     Option,
     add_model_and_plan,
     add_options,
-    add_other_plan,
     comma_separated,
     model_of,
-    other_plan_of,
     plan_of,
     settings_of,
 )
@@ -50,7 +48,6 @@ from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
 from paralab.version import __version__
 
-DIFF = "diff_"  # prefix of the options of `program`'s second plan, as in --diff-zero-stage 3
 OTHERS_WAIT = 20.0  # seconds that a machine's other ranks live on, while its first says why
 MEASURING = "measuring this machine, or reading what was measured before …"
 OTHER_PATHS = ("script", "path", "data", "resume", "checkpoint")  # that are read, or a folder
@@ -190,10 +187,9 @@ def make_parser() -> argparse.ArgumentParser:
     program = add(
         "program",
         _program,
-        "print what a rank does in a step, as a list of instructions, or how two plans differ",
+        "print what a rank does in a step, as a list of instructions",
         PROGRAM_OPTIONS,
     )
-    add_other_plan(program, DIFF)
     text = "print every line, without folding repetitions"
     program.add_argument("--all", action="store_true", help=text)
     predicted = add(
@@ -434,14 +430,8 @@ def _program(given: argparse.Namespace) -> None:
 
     settings = settings_of(given, "rank", "optimizer", "clip_norm")
     chosen = settings_of(given, "op", "lane", "microbatch")
-    model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
-    if given.all and other is not None:
-        why = "a difference shows every line that differs already"
-        raise illegal("all", True, why, "--all without --diff-…")
-    shown = program(model, plan, **settings).filter(**chosen)
-    if other is not None:
-        shown = shown.diff(program(model, other, **settings).filter(**chosen))
-    print(shown.text(folded=not given.all) if other is None else shown)
+    shown = program(model_of(given), plan_of(given), **settings).filter(**chosen)
+    print(shown.text(folded=not given.all))
 
 
 def _predict(given: argparse.Namespace) -> None:
@@ -521,14 +511,6 @@ class _Output(io.FileIO):
             return len(data)
 
 
-class _Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP as an exception, so that the process cleans up before it ends."""
-
-
-def _raise_ended(number: int, frame: Any) -> NoReturn:
-    raise _Ended(number)
-
-
 @contextmanager
 def _signals() -> Iterator[None]:
     """While the block runs, SIGTERM and SIGHUP (a terminal that closes) end the command as Ctrl-C
@@ -537,7 +519,7 @@ def _signals() -> Iterator[None]:
     ends = () if torchrun_started_this() else (signal.SIGTERM, signal.SIGHUP)
     caught = [each for each in ends if signal.getsignal(each) is signal.SIG_DFL]
     for each in caught:
-        signal.signal(each, _raise_ended)
+        signal.signal(each, signal.default_int_handler)
     try:
         yield
     finally:
@@ -584,11 +566,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise raw.failed
         return status or 0
     except KeyboardInterrupt as error:
-        ended = isinstance(error, _Ended)
-        where = "" if ended else str(error).removeprefix("interrupted").removeprefix("; ")
+        where = str(error).removeprefix("interrupted").removeprefix("; ")
         said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"
         print(f"paralab: {said}", file=sys.stderr)
-        return 128 + (error.args[0] if ended else signal.SIGINT)
+        return 128 + signal.SIGINT
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return getattr(error, "status", 1)  # the exit status of a script

@@ -160,7 +160,6 @@ class Group:
         """Post a collective. It fills the first tensor, except on the root of a broadcast; its
         payload is the largest one.
         """
-        instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:
             raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
@@ -189,7 +188,6 @@ class Group:
         Two ranks that send to each other have to do it in one exchange: NCCL runs the calls of a
         pair one after the other, so that two opposite sends would wait for each other for ever.
         """
-        instance("phase", phase, str | None, "a text or None", "text")
         self._check_ways(parts)
         parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]
@@ -208,13 +206,10 @@ class Group:
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Refuse a message whose other end is no other member: its wait would end in a timeout."""
-        legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
         if not parts:
+            legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
             raise illegal("parts", parts, "nothing to send or to receive", legal)
-        for part in parts:
-            if not isinstance(part, (tuple, list)) or len(part) != 3:
-                raise illegal("parts", parts, "not a list of messages", legal)
-            side, tensor, peer = part
+        for side, tensor, peer in parts:
             choice("side", side, ("send", "recv"))
             instance("tensor", tensor, Tensor, "a torch.Tensor")
             if peer not in self.ranks or peer == self.context.rank:

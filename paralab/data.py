@@ -114,8 +114,6 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     absolute = checks.path("data", path, legal).absolute()
     if not absolute.exists():
         raise illegal("data", str(path), "there is no such file or folder", legal)
-    if absolute.is_file() and not os.access(absolute, os.R_OK):
-        raise illegal("data", str(path), "you have no permission to read it", legal)
     if absolute.is_file() and not _looks_like_text(absolute):
         why = "it is not text: it contains zero bytes"
         raise illegal("data", str(path), why, f"{legal}, best in UTF-8")
@@ -127,7 +125,7 @@ def _walk(root: Path) -> Iterator[Path]:
         subfolders[:] = sorted(f for f in subfolders if not f.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_file() and os.access(file, os.R_OK):
+            if not name.startswith(".") and file.is_file():
                 yield file
 
 

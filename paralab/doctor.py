@@ -82,9 +82,7 @@ if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(i)
         gpus.append({"name": found.name, "memory": found.total_memory})
-have = dist.is_available()
-backends = [name for name, there in (("gloo", have and dist.is_gloo_available()),
-                                     ("nccl", have and dist.is_nccl_available())) if there]
+backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus,
                   "backends": backends}))
 """
@@ -127,8 +125,6 @@ def calibrated(device: str) -> str | None:
         link, made = found["link"], found["made"][:10]
         summary += f"; on the slowest link between {found['nodes']} nodes (measured {made}) a "
         summary += f"latency of {in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
-    if not (path := calibrate.cache_path(device)).exists():
-        summary += f"; not kept, as {path.parent} cannot be written to"
     return summary
 
 

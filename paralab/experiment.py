@@ -96,7 +96,7 @@ def checked(
         "clip_norm": clip,
         "data": None if data is None else str(corpus.root),
         "seed": seed,
-        "keep_state": choice("keep_state", keep_state, (True, False)),
+        "keep_state": keep_state,
         "memory_limit": None if memory_limit is None else num_bytes("memory_limit", memory_limit),
         "save": None,
         "save_every": save_every,
@@ -167,10 +167,7 @@ def run(
     afterwards. No process is left behind in any case.
     """
     __tracebackhide__ = True
-    if not callable(progress):
-        choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
-    limits = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
-    check_launch(**limits)
+    check_launch(timeout, device)
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
@@ -207,7 +204,8 @@ def run(
         try:
             with scratch.folder(plan.tiers) as folder:
                 given = model, plan, settings, folder
-                how = {"optimizers": False, "on_progress": bar.move, **limits}
+                how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
+                how |= {"optimizers": False, "on_progress": bar.move}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {bar}", printed=stopped.printed) from None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import choice, count_of, illegal, whole
+from paralab.checks import count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -67,7 +67,6 @@ def trace(
     if not callable(fn):
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
     node_of = places(ranks, nodes)
-    choice("memory", memory, (False, True))
     program = functools.partial(_program, fn, node_of, memory)
     how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
     parts = launch_program(program, ranks, args, fn=fn, **how)

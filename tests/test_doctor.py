@@ -178,11 +178,6 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     ):
         calibrate.cache_path().write_text(json.dumps(known | more))
         assert doctor.calibrated("cpu") == words
-    monkeypatch.setattr(calibrate, "_unwritten", {})
-    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
-    calibrate._write(calibrate.cache_path(), known)
-    assert doctor.calibrated("cpu") == f"{said}; not kept, as {tmp_path}/file cannot be written to"
 
 
 def test_every_lab_is_listed_with_the_ranks_that_it_starts():

@@ -82,11 +82,11 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
 
 
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",
-        "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'",
+        "clip_norm=-1.0", "seed=-1", "seed=2**31",
         "memory_limit=0", "memory_limit=1.5", "memory_limit=True", "memory_limit='much'",
         "memory_limit='0MB'", "memory_limit='-64MB'", "memory_limit='1.5'", "memory_limit='nanMB'",
         "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "device=[2]",
-        "timeout=0", "timeout='long'", "strict=2", "stop=True")  # fmt: skip
+        "timeout=0", "timeout='long'")  # fmt: skip
 def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, tmp_path, field, value):
     """And before it creates a folder for its checkpoints."""
     monkeypatch.setattr("paralab.ranks.watch.Run.start", None)
@@ -207,8 +207,6 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     (r".*legal: .*f\(pp, microbatches\) \| f\(pp, microbatches, virtual_stages\)$",
      lambda: pl.Plan(schedule="x")),
     (f".*legal: a whole number from 1 to {2**62}$", lambda: pl.Plan(bucket_bytes=2**70)),
-    (r".*legal: .*True \| False \| progress\(rank, steps done, steps\)$",
-     lambda: pl.run(MODEL, progress=None)),
     (r".*legal: .*'calls' \| 'actions' \| None$",
      lambda: pl.predict(MODEL, cluster=DGX, detail="x")),
 ])  # fmt: skip

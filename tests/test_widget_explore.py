@@ -243,7 +243,7 @@ def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
 
 
 @pytest.mark.parametrize(("knobs", "why"), [
-    ({"dp": 8}, "takes up to 8 real processes on one machine, not 16"),
+    ({"dp": 8}, "takes up to 8 ranks, not 16"),
     ({"cluster": "dgx-h100"}, "this is a prediction for cluster dgx-h100"),
     ({"dp": 1, "pp": 1, "model": "gpt2"}, "would take about"),
 ])  # fmt: skip

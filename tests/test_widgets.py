@@ -168,8 +168,6 @@ WRONG = [
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
     ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
     ("memory", {"device": {"a GPU": "x"}}, "device='x': not a number of bytes"),
-    ("zero", {"plan": pl.Plan(pp=2)}, "pp=2.*legal: 1"),
-    ("zero", {"plan": pl.Plan(tp=2)}, "tp=2: this widget is about data parallelism; legal: 1"),
     ("pipeline", {"plan": OWN}, "schedule='own: .*the widget has no button for it; legal: "),
     ("tensor", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism alone.*tp of at least 2"),
     ("tensor1d", {"plan": pl.Plan(tp=4, tp_mode="2d")}, "tensor parallelism in 1D alone"),

@@ -46,18 +46,13 @@ class Axes(NamedTuple):
 TIME = Axes("bytes of the tensor", "B", "time", "s", "is fastest")
 
 
-def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
+def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Chart:
     """Measured seconds of one operation over the bytes a rank sends, and the line fitted to them.
 
-    points  rows with op, ranks, wire_bytes, seconds; default: those of this machine's calibration,
-            which is done now if there is none yet
+    points  rows with op, ranks, wire_bytes, seconds
 
     Raises ValueError if there are fewer than two points of ``op``.
     """
-    if points is None:
-        from paralab.instruments.calibrate import calibration_points
-
-        points = calibration_points()["links"]
     points = list(points)
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))

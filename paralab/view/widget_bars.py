@@ -168,12 +168,6 @@ class Zero(Alternatives):
         "recompute": buttons("activations", RECOMPUTE),
     }
 
-    def _check(self) -> None:
-        for name, n in (("pp", self.plan.pp), ("tp", self.plan.tp)):
-            if n > 1:
-                raise illegal(name, n, "this widget is about data parallelism", "1")
-        super()._check()
-
     def _extra(self, at: At) -> dict[str, str]:
         states = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
         times = volume(at["stage"], at.plan.microbatches) if at.plan.dp > 1 else 0

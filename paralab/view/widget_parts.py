@@ -139,8 +139,6 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
     longest   the limit for its seconds
     """
     ranks = report.world_size
-    if ranks > MOST_RANKS:
-        return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
     held = (peak(report, tier=tier) for tier in ("device", "host"))
     need, waits, room = sum(one.total for one in held if one is not None), 1.0, machine.memory
     if machine.cores is not None:  # ranks on processors share one memory, and the cores
