@@ -67,7 +67,6 @@ TIMEOUT = Option(
 OPTIMIZER = Option("optimizer", str, "adamw or sgd (default adamw)")
 CLIP_NORM = Option("clip_norm", number, "clip the global norm of the gradients to this value")
 RANK = Option("rank", number, "which of the plan's ranks to show (default 0)")
-NODES = Option("nodes", number, "number of nodes of the cluster (default: as few as hold the plan)")
 RUN_OPTIONS = (
     Option("steps", number, "number of optimizer steps; the first is warm-up (default 4)"),
     OPTIMIZER,
@@ -90,7 +89,6 @@ RUN_OPTIONS = (
 DRY_OPTIONS = (
     RANK,
     Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
-    NODES,
     OPTIMIZER,
     CLIP_NORM,
 )
@@ -107,7 +105,6 @@ PROGRAM_OPTIONS = (
     Option("microbatch", number, "show only the instructions of this micro-batch"),
 )
 PREDICT_OPTIONS = (
-    NODES,
     Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
     OPTIMIZER,
 )
@@ -414,15 +411,12 @@ def _dry_run(given: argparse.Namespace) -> None:
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
-    """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
+    """The preset that --cluster names, with as many nodes as the plan needs; or None."""
     if given.cluster is None:
-        if "nodes" in given:
-            legal = "--nodes together with --cluster NAME"
-            raise illegal("nodes", given.nodes, "this machine is one node", legal)
         return None
     choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
-    enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
-    return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
+    node = Cluster.preset(given.cluster)
+    return node.replace(nodes=-(-plan.world_size // node.devices_per_node))
 
 
 def _program(given: argparse.Namespace) -> None:

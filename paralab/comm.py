@@ -260,16 +260,12 @@ def _check_tensors(op: str, tensors: Sequence[Tensor], n: int) -> None:
     if kinds[0] != kinds[1]:
         raise illegal("output.dtype", kinds[0], f"the other tensor is of {kinds[1]}", str(kinds[1]))
     output, given = (tensor.numel() for tensor in tensors)
-    if op == "all_gather":
-        right, why = n * given, f"{n} ranks have {given} elements each"
-    elif given % n:
+    if op != "all_gather" and given % n:
         why = f"it cannot be cut into {n} equal parts, one for each rank"
         raise illegal("tensor.numel()", given, why, f"a multiple of {n}")
-    elif op == "all_to_all":
-        right, why = given, "each rank receives as many elements as it sends"
-    else:
-        right, why = given // n, f"each of {n} ranks gets one of {n} parts of {given} elements"
+    right = {"all_gather": n * given, "all_to_all": given, "reduce_scatter": given // n}[op]
     if output != right:
+        why = f"{op} of {given} elements on each of {n} ranks gives {right}"
         raise illegal("output.numel()", output, why, str(right))
 
 

@@ -256,7 +256,6 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
 
 @pytest.mark.parametrize(("asked", "words"), [
     ("program --lane tp", "lane='tp': no instruction of this program runs there"),
-    ("predict --nodes 2", "nodes=2: this machine is one node; legal: --nodes together"),
 ])  # fmt: skip
 def test_a_shell_refuses_in_the_same_words(asked, words, capsys):
     assert words in shell_refuses(capsys, *asked.split())

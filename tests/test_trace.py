@@ -190,10 +190,10 @@ WRONG_CALLS = [
     ("tensor=[1, 2]: not a tensor", lambda g, t: g.all_reduce([1, 2])),
     ("tensor=3: not a tensor", lambda g, t: g.send(3, to=1 - g.index)),
     ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.all_to_all(t, t)),
-    ("output.numel()=5: each rank receives as many", lambda g, t: g.all_to_all(t, t[:4])),
+    ("output.numel()=5: all_to_all of 4 elements", lambda g, t: g.all_to_all(t, t[:4])),
     ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.reduce_scatter(t[:2], t)),
-    ("output.numel()=5: each of 2 ranks gets one", lambda g, t: g.reduce_scatter(t, t[:4])),
-    ("output.numel()=5: 2 ranks have 2 elements", lambda g, t: g.all_gather(t, t[:2])),
+    ("output.numel()=5: reduce_scatter of 4 elem", lambda g, t: g.reduce_scatter(t, t[:4])),
+    ("output.numel()=5: all_gather of 2 elements", lambda g, t: g.all_gather(t, t[:2])),
     ("output.dtype=torch.float64: ", lambda g, t: g.reduce_scatter(t[:2].double(), t[:4])),
 ]
 

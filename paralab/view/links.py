@@ -60,8 +60,8 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
-    ranks = rows[0].get("ranks")
-    rounds = messages(op, ranks) if ranks else 1
+    ranks = rows[0]["ranks"]
+    rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
     sizes, seconds = zip(*pairs, strict=True)
@@ -102,9 +102,8 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
         label, ends = f"{half}: half the time is latency", (grid[0], grid[-1])
         word, dropped = drop(knee, low, link.seconds(knee), label, ends)
         notes, shapes = [*notes, word], [dropped]
-    where = theme.text(op) + f" on {ranks} ranks" * bool(ranks)
     fig = figure(
-        f"{where}: {latency} of latency and {rate}",
+        f"{theme.text(op)} on {ranks} ranks: {latency} of latency and {rate}",
         f"measured (wall clock) · line: {formula}, fitted; {off}",
         height=440,
         xaxis=log_axis("bytes that one rank sends", grid[0], grid[-1], "B"),
