@@ -179,8 +179,6 @@ def load(trainer: Any, folder: str) -> None:
                             files[box.file] = opened.enter_context(file)
                         here, there = overlap  # in ``values``, in the stored box
                         values[here].copy_(files[box.file].get_slice(box.key)[there])
-    except FileNotFoundError:
-        raise Refused(str(checkpoints.gone(checkpoint.folder))) from None
     except ValueError as error:
         raise Refused(str(error)) from None
     trainer.restored(checkpoint.step, checkpoint.counters)

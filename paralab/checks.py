@@ -173,8 +173,6 @@ def num_bytes(name: str, value: object) -> int:
     """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
     amount = size(value) if isinstance(value, str) else value
     legal = 'a number of bytes, at least 1, or text: "64MB" (64 * 10^6), "64MiB" (64 * 2^20)'
-    if isinstance(amount, str):
-        raise illegal(name, value, "not a number of bytes", legal)
     try:
         return whole(name, amount, at_least=1)
     except ValueError:

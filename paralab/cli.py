@@ -554,8 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = given.act(given)
             if callable(status):
                 status = status()
-            if sys.stdout is not None:  # it may be closed
-                sys.stdout.flush()
+            sys.stdout.flush()
         if raw is not None and raw.failed:
             raise raw.failed
         return status or 0

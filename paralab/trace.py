@@ -29,8 +29,6 @@ from paralab.spec import Plan
 from paralab.spec.cluster import available_cores
 from paralab.spec.forms import name_of
 
-PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
-
 
 def trace(
     fn: Callable[..., Any],
@@ -131,7 +129,7 @@ def _program(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with its tensors as NumPy arrays."""
+    """``value`` with its tensors as NumPy arrays, also those in dicts, lists and tuples."""
     import torch
 
     from paralab.batches import as_numpy
@@ -143,8 +141,4 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
         value = tuple(value)  # a torch.Size, or what torch.max returns: unpickling it takes torch
     kind = type(value)
-    named = getattr(kind, "_make", None) if isinstance(value, tuple) else None
-    rebuild = kind if kind in (list, tuple) else named
-    if rebuild is None or PLAIN.issuperset(map(type, value)):
-        return value
-    return rebuild(map(_plain, value))
+    return kind(map(_plain, value)) if kind in (list, tuple) else value

@@ -277,16 +277,10 @@ def _all_complete(folder: Path) -> list[str]:
 
 # ---- writing ------------------------------------------------------------------------------------
 def check_save(folder: Path, resume: str | None) -> None:
-    """Raise ``ValueError`` if saving here would replace another training's checkpoints, or would
-    write files that cannot be read again.
+    """Raise ``ValueError`` if saving here would replace another training's checkpoints.
 
     resume  the checkpoint from which the run continues
     """
-    try:
-        os.fsencode(folder).decode()
-    except UnicodeDecodeError:
-        why, legal = "its name is not UTF-8, which safetensors needs", "another folder"
-        raise illegal("save", str(folder), why, legal) from None
     if (folder / ABOUT).is_file():
         legal = f"the folder that contains it, {folder.parent}, or another one"
         raise illegal("save", str(folder), "it is a single checkpoint", legal)

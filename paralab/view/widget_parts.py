@@ -29,7 +29,7 @@ class Knob:
     """One setting of a widget.
 
     offers   its values; or {text on the knob: value}, in order
-    says     the text for a value: a function, a format, or the noun of what the value counts
+    says     the text for a value: a function, or the noun of what the value counts
     start    the start value, or a function of the widget that returns it; default: the value in the
              plan or the model
     sets     the field of the plan or the model that it sets; default: that of the knob's own name
@@ -42,7 +42,7 @@ class Knob:
 
     label: str
     offers: Iterable[Any] | Mapping[str, Any]
-    says: str | Callable[[Any], str] = "{}"
+    says: str | Callable[[Any], str] = str
     start: Any = None
     sets: str = ""
     link: Callable[[Cluster], Link | None] | None = None
@@ -70,9 +70,7 @@ class Knob:
         return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
 
     def written(self, n: Any) -> str:
-        if callable(self.says):
-            return self.says(n)
-        return self.says.format(n) if "{" in self.says else count_of(n, self.says, ",")
+        return self.says(n) if callable(self.says) else count_of(n, self.says, ",")
 
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
         settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
