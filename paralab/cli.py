@@ -311,11 +311,15 @@ def _write(
     names: Sequence[str] = tuple(FILES),
     sections: Sequence[tuple[str, str]] = (),
 ) -> None:
-    for name in names:
-        _, method, message = FILES[name]
-        if file := getattr(given, name, None):
-            getattr(report, method)(file, **({"sections": sections} if name == "html" else {}))
-            print(message.format(file))
+    """Write the files that were asked for. Before anything long is printed, as who reads the output
+    may leave; see `main`.
+    """
+    written = [name for name in names if getattr(given, name, None)]
+    for name in written:
+        more = {"sections": sections} if name == "html" else {}
+        getattr(report, FILES[name][1])(getattr(given, name), **more)
+    for name in written:
+        print(FILES[name][2].format(getattr(given, name)))
 
 
 # ---- the commands -------------------------------------------------------------------------------
@@ -337,16 +341,16 @@ def _run(given: argparse.Namespace) -> None:
         error.args = (str(error).replace("save=", "checkpoint="),)
         raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
-    _print_summary(report)
-    sections = []
+    comparison, sections = "", []
     if given.predict:
         print(MEASURING, flush=True)
         machine = Cluster.local(device=facts.device_of(report))
         expect = predict(model, plan, machine, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
-        print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
+    _print_summary(report)
+    print(comparison)
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -377,10 +381,9 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
         under_torchrun = observing.observe_under_torchrun
         return under_torchrun(program, given.arguments, folder=folder, **settings)
     report = observing.observe(program, args=given.arguments, live=True, **settings)
-    _write(report, given, ("save",))
+    _write(report, given)
     _print_summary(report)
     print(report.explain())
-    _write(report, given, ("html", "perfetto"))
     return None
 
 
@@ -406,8 +409,8 @@ def _dry_run(given: argparse.Namespace) -> None:
     settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     model, plan = _model_and_plan(given)
     report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
-    _print_summary(report)
     _write(report, given)
+    _print_summary(report)
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
@@ -440,13 +443,13 @@ def _predict(given: argparse.Namespace) -> None:
     report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.memory_chart import fits
 
+    _write(report, given)
     _print_summary(report)
     if refusal := fits(report):
         print(refusal + ".\n")
     for title, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([title, *(lines or ["  none"])]) + "\n")
-    _write(report, given)
 
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
@@ -466,8 +469,8 @@ def _show(given: argparse.Namespace) -> None:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
-    _print_summary(report)
     _write(report, given)
+    _print_summary(report)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -486,23 +489,6 @@ def _doctor(given: argparse.Namespace) -> int:
     found = doctor.diagnose(doctor.examine(given.device))
     print(found.text())
     return 1 if found.problems else 0
-
-
-class _Output(io.FileIO):
-    """A standard output that may fail before the end, because its reader leaves, as `head` does, or
-    its disk is full. The rest is dropped, and the command goes on to write its files.
-    """
-
-    failed: OSError | None = None  # the error, unless the reader left
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if not isinstance(error, BrokenPipeError):
-                self.failed = error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
 
 
 @contextmanager
@@ -538,11 +524,6 @@ def _warnings() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    raw = None
-    if type(out := sys.stdout) is io.TextIOWrapper:
-        raw = _Output(out.fileno(), "wb", closefd=False)
-        binary = io.BufferedWriter(raw)
-        sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print "?" for what a terminal cannot show
             stream.reconfigure(errors="replace")
@@ -555,9 +536,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if callable(status):
                 status = status()
             sys.stdout.flush()
-        if raw is not None and raw.failed:
-            raise raw.failed
         return status or 0
+    except BrokenPipeError:  # who reads the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt as error:
         where = str(error).removeprefix("interrupted").removeprefix("; ")
         said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"

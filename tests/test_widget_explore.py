@@ -28,10 +28,7 @@ def bench(make) -> view.widgets.explore:
 
 def on_screen(bench: view.widgets.explore) -> list[dict]:
     """What the four figures show, as plain data."""
-    return [
-        shown(figure) | {"title": view.head.value}
-        for figure, view in zip(bench.figures, bench._views.children, strict=True)
-    ]
+    return [shown(view.figure) | {"title": view.head.value} for view in bench._views.children]
 
 
 # ---- sliders -------------------------------------------------------------------------------------

@@ -130,14 +130,12 @@ def algorithms(
     title    replaces the finding
     axes     titles and units, if the curves are not seconds over bytes
 
-    Raises ValueError if there is nothing to draw, or if a size or time is not above 0.
+    Raises ValueError if a size or time is not above 0.
     """
     for what, given in (("curves", curves), ("points", points or {})):
         instance(what, given, Mapping, "{algorithm: {bytes: seconds}}", "mapping")
     lines = {str(name): _pairs(str(name), line) for name, line in curves.items()}
     marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
-    if not lines:
-        raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
     (best, changes), traces, rows = _fastest(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
@@ -179,16 +177,10 @@ def _line_label(said: str, size: float, seconds: float, *, below: bool = False) 
 
 # ---- crossovers ----------------------------------------------------------------------------------
 def _pairs(name: str, curve: Any) -> Pairs:
-    items = curve.items() if isinstance(curve, Mapping) else curve
-    if not isinstance(items, Iterable):
-        raise illegal(f"curves[{name!r}]", curve, "not a curve", "{bytes: seconds}")
-    pairs = sorted(
+    return sorted(
         (real(f"bytes of {name}", n, above=0.0), real(f"seconds of {name}", s, above=0.0))
-        for n, s in items
+        for n, s in (curve.items() if isinstance(curve, Mapping) else curve)
     )
-    if not pairs:
-        raise illegal(f"curves[{name!r}]", curve, "no sizes", "{bytes: seconds}")
-    return pairs
 
 
 def _logs(lines: Mapping[str, Pairs], size: float) -> dict[str, float]:

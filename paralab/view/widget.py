@@ -27,7 +27,6 @@ from functools import cached_property
 from typing import Any
 
 import ipywidgets as ipw
-import plotly.graph_objects as go
 
 from paralab.checks import illegal, instance
 from paralab.interpret.predict import predict
@@ -95,7 +94,6 @@ class Widget(ipw.VBox):
     values  the current settings, {knob: value}, with what follows from them (`At`)
     knobs   {knob: its ipywidget}
     chart   the chart on screen; ``charts`` are those of all views, of which it is the first
-    figure  the plotly FigureWidget that shows it; ``figures`` are those of all views
     error   the error of a run, or the one that says what is impossible, while it is shown
 
     model, plan   what the knobs start from
@@ -307,14 +305,6 @@ class Widget(ipw.VBox):
     @property
     def chart(self) -> Chart:
         return self.charts[0]
-
-    @property
-    def figures(self) -> list[go.FigureWidget]:
-        return [view.figure for view in self._views.children]
-
-    @property
-    def figure(self) -> go.FigureWidget:
-        return self.figures[0]
 
     @property
     def values(self) -> At:
