@@ -341,7 +341,7 @@ def _run(given: argparse.Namespace) -> None:
         error.args = (str(error).replace("save=", "checkpoint="),)
         raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
-    comparison, sections = "", []
+    sections = []
     if given.predict:
         print(MEASURING, flush=True)
         machine = Cluster.local(device=facts.device_of(report))
@@ -350,7 +350,8 @@ def _run(given: argparse.Namespace) -> None:
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
     _print_summary(report)
-    print(comparison)
+    if given.predict:
+        print(comparison)
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:

@@ -517,10 +517,8 @@ class Widget(ipw.VBox):
             self._views.remove_class(STALE)
         trouble = parts.noted(*(html.escape(_sentence(note)) for note in self._notes))
         if stale:
-            what = "This combination is impossible"
-            if not isinstance(error, ValueError):
-                what = "The prediction failed"
-            status, trouble = f"{what}: see below. Move a slider.", GREY + parts.impossible(error)
+            status = "There is no prediction: see below. Move a slider."
+            trouble = GREY + parts.impossible(error)
             self._numbers.value = self._code.value = ""
         elif state == "error":
             status = "The run failed: see below. Change a setting and run again."
