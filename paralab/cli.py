@@ -6,8 +6,8 @@ merges the parts.
 
 Options are not checked here: `ModelSpec`, `Plan` and the functions that take them decide what is
 legal, and a refusal of theirs becomes exit status 2. A failed run has exit status 1, an interrupted
-one 130, one ended by another signal 128 plus the signal's number. Such an end shows what the rank
-said, without a traceback of this process. torch is imported by the ranks alone.
+one 130. Such an end shows what the rank said, without a traceback of this process. torch is
+imported by the ranks alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from paralab import doctor, experiment, observing
 from paralab.checks import LEGAL, choice, current_folder, illegal, number, size
@@ -33,10 +33,8 @@ from paralab.options import (
     Option,
     add_model_and_plan,
     add_options,
-    add_other_plan,
     comma_separated,
     model_of,
-    other_plan_of,
     plan_of,
     settings_of,
 )
@@ -50,15 +48,9 @@ from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
 from paralab.version import __version__
 
-DIFF = "diff_"  # prefix of the options of `program`'s second plan, as in --diff-zero-stage 3
 OTHERS_WAIT = 20.0  # seconds that a machine's other ranks live on, while its first says why
 MEASURING = "measuring this machine, or reading what was measured before …"
-INPUTS = {  # {option or argument that is read: why no output file may be the same}
-    "script": "this file is the script itself",
-    "path": "this file is the report that is to be shown",
-    "data": "this file is the text that --data reads",
-    "resume": "this is the folder that --resume reads",
-}
+OTHER_PATHS = ("script", "path", "data", "resume", "checkpoint")  # that are read, or a folder
 # {option of an output file: (help, method of the report, message when it is written)}
 FILES = {
     "save": ("write the report as JSON", "save", "saved {0}; see it again: paralab show {0}"),
@@ -75,7 +67,6 @@ TIMEOUT = Option(
 OPTIMIZER = Option("optimizer", str, "adamw or sgd (default adamw)")
 CLIP_NORM = Option("clip_norm", number, "clip the global norm of the gradients to this value")
 RANK = Option("rank", number, "which of the plan's ranks to show (default 0)")
-NODES = Option("nodes", number, "number of nodes of the cluster (default: as few as hold the plan)")
 RUN_OPTIONS = (
     Option("steps", number, "number of optimizer steps; the first is warm-up (default 4)"),
     OPTIMIZER,
@@ -98,7 +89,6 @@ RUN_OPTIONS = (
 DRY_OPTIONS = (
     RANK,
     Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
-    NODES,
     OPTIMIZER,
     CLIP_NORM,
 )
@@ -115,7 +105,6 @@ PROGRAM_OPTIONS = (
     Option("microbatch", number, "show only the instructions of this micro-batch"),
 )
 PREDICT_OPTIONS = (
-    NODES,
     Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
     OPTIMIZER,
 )
@@ -195,10 +184,9 @@ def make_parser() -> argparse.ArgumentParser:
     program = add(
         "program",
         _program,
-        "print what a rank does in a step, as a list of instructions, or how two plans differ",
+        "print what a rank does in a step, as a list of instructions",
         PROGRAM_OPTIONS,
     )
-    add_other_plan(program, DIFF)
     text = "print every line, without folding repetitions"
     program.add_argument("--all", action="store_true", help=text)
     predicted = add(
@@ -247,7 +235,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Show what this machine can do, and which labs run here. Exit status: 0 if "
         "labs run, 1 if none does (the reason is printed).",
     )
-    doctors.add_argument("--json", action="store_true", help="print the findings as JSON")
     text = "first measure this machine's speed and links, which takes ten to fifteen seconds; "
     text += "under torchrun on several machines the link between them too"
     doctors.add_argument("--calibrate", action="store_true", help=text)
@@ -303,15 +290,13 @@ def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 def _check_files(given: argparse.Namespace) -> None:
     """Refuse an output file that cannot be written, is an input too, or is named twice."""
-    read = {name: getattr(given, name, None) for name in (*INPUTS, "checkpoint")}
-    taken = {os.path.realpath(file): name for name, file in read.items() if file}
-    for name in FILES:
+    taken: dict[str, str] = {}
+    for name in (*OTHER_PATHS, *FILES):
         if (file := getattr(given, name, None)) is not None:
-            output_files.check(name, file)
-            other = taken.setdefault(os.path.realpath(file), name)
-            if other != name:
-                why = INPUTS.get(other, f"--{other} writes there too")
-                raise illegal(name, str(file), why, "another file")
+            if name in FILES:
+                output_files.check(name, file)
+            if (other := taken.setdefault(os.path.realpath(file), name)) != name:
+                raise illegal(name, str(file), f"{other} is this path already", "another file")
 
 
 def _print_summary(report: Any) -> None:
@@ -326,11 +311,15 @@ def _write(
     names: Sequence[str] = tuple(FILES),
     sections: Sequence[tuple[str, str]] = (),
 ) -> None:
-    for name in names:
-        _, method, message = FILES[name]
-        if file := getattr(given, name, None):
-            getattr(report, method)(file, **({"sections": sections} if name == "html" else {}))
-            print(message.format(file))
+    """Write the files that were asked for. Before anything long is printed, as who reads the output
+    may leave; see `main`.
+    """
+    written = [name for name in names if getattr(given, name, None)]
+    for name in written:
+        more = {"sections": sections} if name == "html" else {}
+        getattr(report, FILES[name][1])(getattr(given, name), **more)
+    for name in written:
+        print(FILES[name][2].format(getattr(given, name)))
 
 
 # ---- the commands -------------------------------------------------------------------------------
@@ -352,16 +341,17 @@ def _run(given: argparse.Namespace) -> None:
         error.args = (str(error).replace("save=", "checkpoint="),)
         raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
-    _print_summary(report)
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
         machine = Cluster.local(device=facts.device_of(report))
         expect = predict(model, plan, machine, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
-        print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
+    _print_summary(report)
+    if given.predict:
+        print(comparison)
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -392,10 +382,9 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
         under_torchrun = observing.observe_under_torchrun
         return under_torchrun(program, given.arguments, folder=folder, **settings)
     report = observing.observe(program, args=given.arguments, live=True, **settings)
-    _write(report, given, ("save",))
+    _write(report, given)
     _print_summary(report)
     print(report.explain())
-    _write(report, given, ("html", "perfetto"))
     return None
 
 
@@ -413,8 +402,7 @@ def _check(given: argparse.Namespace) -> int:
     finally:  # also of a class whose last notebooks cannot be judged
         if grades:
             printed = grades if len(books) > 1 else grades[0]
-            text = json.dumps(printed, indent=2, ensure_ascii=False)
-            print(text.encode(errors="replace").decode())  # an answer may print half a surrogate
+            print(json.dumps(printed, indent=2, ensure_ascii=False))
     return 0 if all(each["points"] == each["of"] for each in grades) else 1
 
 
@@ -422,20 +410,17 @@ def _dry_run(given: argparse.Namespace) -> None:
     settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     model, plan = _model_and_plan(given)
     report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
-    _print_summary(report)
     _write(report, given)
+    _print_summary(report)
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
-    """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
+    """The preset that --cluster names, with as many nodes as the plan needs; or None."""
     if given.cluster is None:
-        if "nodes" in given:
-            legal = "--nodes together with --cluster NAME"
-            raise illegal("nodes", given.nodes, "this machine is one node", legal)
         return None
     choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
-    enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
-    return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
+    node = Cluster.preset(given.cluster)
+    return node.replace(nodes=-(-plan.world_size // node.devices_per_node))
 
 
 def _program(given: argparse.Namespace) -> None:
@@ -443,14 +428,8 @@ def _program(given: argparse.Namespace) -> None:
 
     settings = settings_of(given, "rank", "optimizer", "clip_norm")
     chosen = settings_of(given, "op", "lane", "microbatch")
-    model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
-    if given.all and other is not None:
-        why = "a difference shows every line that differs already"
-        raise illegal("all", True, why, "--all without --diff-…")
-    shown = program(model, plan, **settings).filter(**chosen)
-    if other is not None:
-        shown = shown.diff(program(model, other, **settings).filter(**chosen))
-    print(shown.text(folded=not given.all) if other is None else shown)
+    shown = program(model_of(given), plan_of(given), **settings).filter(**chosen)
+    print(shown.text(folded=not given.all))
 
 
 def _predict(given: argparse.Namespace) -> None:
@@ -465,13 +444,13 @@ def _predict(given: argparse.Namespace) -> None:
     report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.memory_chart import fits
 
+    _write(report, given)
     _print_summary(report)
     if refusal := fits(report):
         print(refusal + ".\n")
     for title, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([title, *(lines or ["  none"])]) + "\n")
-    _write(report, given)
 
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
@@ -491,8 +470,8 @@ def _show(given: argparse.Namespace) -> None:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
-    _print_summary(report)
     _write(report, given)
+    _print_summary(report)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -509,33 +488,8 @@ def _doctor(given: argparse.Namespace) -> int:
         else:
             Cluster.local(device=given.device, refresh=True)
     found = doctor.diagnose(doctor.examine(given.device))
-    print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
+    print(found.text())
     return 1 if found.problems else 0
-
-
-class _Output(io.FileIO):
-    """A standard output that may fail before the end, because its reader leaves, as `head` does, or
-    its disk is full. The rest is dropped, and the command goes on to write its files.
-    """
-
-    failed: OSError | None = None  # the error, unless the reader left
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if not isinstance(error, BrokenPipeError):
-                self.failed = error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
-
-
-class _Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP as an exception, so that the process cleans up before it ends."""
-
-
-def _raise_ended(number: int, frame: Any) -> NoReturn:
-    raise _Ended(number)
 
 
 @contextmanager
@@ -546,7 +500,7 @@ def _signals() -> Iterator[None]:
     ends = () if torchrun_started_this() else (signal.SIGTERM, signal.SIGHUP)
     caught = [each for each in ends if signal.getsignal(each) is signal.SIG_DFL]
     for each in caught:
-        signal.signal(each, _raise_ended)
+        signal.signal(each, signal.default_int_handler)
     try:
         yield
     finally:
@@ -571,11 +525,6 @@ def _warnings() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    raw = None
-    if type(out := sys.stdout) is io.TextIOWrapper:
-        raw = _Output(out.fileno(), "wb", closefd=False)
-        binary = io.BufferedWriter(raw)
-        sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print "?" for what a terminal cannot show
             stream.reconfigure(errors="replace")
@@ -587,17 +536,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = given.act(given)
             if callable(status):
                 status = status()
-            if sys.stdout is not None:  # it may be closed
-                sys.stdout.flush()
-        if raw is not None and raw.failed:
-            raise raw.failed
+            sys.stdout.flush()
         return status or 0
+    except BrokenPipeError:  # who reads the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt as error:
-        ended = isinstance(error, _Ended)
-        where = "" if ended else str(error).removeprefix("interrupted").removeprefix("; ")
+        where = str(error).removeprefix("interrupted").removeprefix("; ")
         said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"
         print(f"paralab: {said}", file=sys.stderr)
-        return 128 + (error.args[0] if ended else signal.SIGINT)
+        return 128 + signal.SIGINT
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return getattr(error, "status", 1)  # the exit status of a script

@@ -160,7 +160,6 @@ class Group:
         """Post a collective. It fills the first tensor, except on the root of a broadcast; its
         payload is the largest one.
         """
-        instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:
             raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
@@ -189,7 +188,6 @@ class Group:
         Two ranks that send to each other have to do it in one exchange: NCCL runs the calls of a
         pair one after the other, so that two opposite sends would wait for each other for ever.
         """
-        instance("phase", phase, str | None, "a text or None", "text")
         self._check_ways(parts)
         parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]
@@ -208,13 +206,10 @@ class Group:
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Refuse a message whose other end is no other member: its wait would end in a timeout."""
-        legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
         if not parts:
+            legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
             raise illegal("parts", parts, "nothing to send or to receive", legal)
-        for part in parts:
-            if not isinstance(part, (tuple, list)) or len(part) != 3:
-                raise illegal("parts", parts, "not a list of messages", legal)
-            side, tensor, peer = part
+        for side, tensor, peer in parts:
             choice("side", side, ("send", "recv"))
             instance("tensor", tensor, Tensor, "a torch.Tensor")
             if peer not in self.ranks or peer == self.context.rank:
@@ -265,16 +260,12 @@ def _check_tensors(op: str, tensors: Sequence[Tensor], n: int) -> None:
     if kinds[0] != kinds[1]:
         raise illegal("output.dtype", kinds[0], f"the other tensor is of {kinds[1]}", str(kinds[1]))
     output, given = (tensor.numel() for tensor in tensors)
-    if op == "all_gather":
-        right, why = n * given, f"{n} ranks have {given} elements each"
-    elif given % n:
+    if op != "all_gather" and given % n:
         why = f"it cannot be cut into {n} equal parts, one for each rank"
         raise illegal("tensor.numel()", given, why, f"a multiple of {n}")
-    elif op == "all_to_all":
-        right, why = given, "each rank receives as many elements as it sends"
-    else:
-        right, why = given // n, f"each of {n} ranks gets one of {n} parts of {given} elements"
+    right = {"all_gather": n * given, "all_to_all": given, "reduce_scatter": given // n}[op]
     if output != right:
+        why = f"{op} of {given} elements on each of {n} ranks gives {right}"
         raise illegal("output.numel()", output, why, str(right))
 
 

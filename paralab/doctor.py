@@ -82,9 +82,7 @@ if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(i)
         gpus.append({"name": found.name, "memory": found.total_memory})
-have = dist.is_available()
-backends = [name for name, there in (("gloo", have and dist.is_gloo_available()),
-                                     ("nccl", have and dist.is_nccl_available())) if there]
+backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus,
                   "backends": backends}))
 """
@@ -127,8 +125,6 @@ def calibrated(device: str) -> str | None:
         link, made = found["link"], found["made"][:10]
         summary += f"; on the slowest link between {found['nodes']} nodes (measured {made}) a "
         summary += f"latency of {in_seconds(link['alpha'])} and {in_speed(link['bandwidth'])}"
-    if not (path := calibrate.cache_path(device)).exists():
-        summary += f"; not kept, as {path.parent} cannot be written to"
     return summary
 
 
@@ -162,10 +158,10 @@ def need_room() -> None:
         raise illegal("TMPDIR", folder, why, f"a folder with {in_bytes(SCRATCH)} free")
 
 
-def room_in(folder: str | None) -> int | None:
+def room_in(folder: str) -> int | None:
     """Free bytes on the disk of ``folder``; None if it is no folder."""
-    with contextlib.suppress(OSError, TypeError):
-        return shutil.disk_usage(folder).free  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
     return None
 
 
@@ -205,11 +201,6 @@ class Diagnosis(NamedTuple):
                 f"{'; '.join(more)}.",
             ]
         return "\n".join([*rows, "", *end])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: machine, checks, labs, problems."""
-        findings = {check.name: check.finding for check in self.checks}
-        return {**self._asdict(), "machine": vars(self.machine), "checks": findings}
 
 
 def diagnose(machine: Machine) -> Diagnosis:

@@ -96,7 +96,7 @@ def checked(
         "clip_norm": clip,
         "data": None if data is None else str(corpus.root),
         "seed": seed,
-        "keep_state": choice("keep_state", keep_state, (True, False)),
+        "keep_state": keep_state,
         "memory_limit": None if memory_limit is None else num_bytes("memory_limit", memory_limit),
         "save": None,
         "save_every": save_every,
@@ -167,10 +167,7 @@ def run(
     afterwards. No process is left behind in any case.
     """
     __tracebackhide__ = True
-    if not callable(progress):
-        choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
-    limits = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
-    check_launch(**limits)
+    check_launch(timeout, device)
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
@@ -206,8 +203,9 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-                given = model, plan, settings, resume and os.fspath(resume), folder
-                how = {"optimizers": False, "on_progress": bar.move, **limits}
+                given = model, plan, settings, folder
+                how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
+                how |= {"optimizers": False, "on_progress": bar.move}
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {bar}") from None
@@ -233,7 +231,7 @@ def run_under_torchrun(
     ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
     timeout = check_launch(timeout, device)
-    resume, settings = settings.get("resume"), checked(model, plan, **settings)
+    settings = checked(model, plan, **settings)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
@@ -254,7 +252,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, settings, resume, folder_of_rank)
+        part = _program(context, model, plan, settings, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -271,18 +269,12 @@ def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **trains: Any) -> fl
 
 
 def _program(
-    context: Any,
-    model: ModelSpec,
-    plan: Plan,
-    settings: dict[str, Any],
-    resume: str | os.PathLike[str] | None,
-    folder: str | None,
+    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any], folder: str | None
 ) -> dict[str, Any]:
-    """Runs in a rank. resume: as the caller gave it; folder: for the files of offloaded states"""
+    """Runs in a rank. folder: for the files of offloaded states"""
     from paralab.interpret.train import train
 
-    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
-    return train(context, model, plan, offload_folder=folder, newest=newest, **settings)
+    return train(context, model, plan, offload_folder=folder, **settings)
 
 
 def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def comma_separated(text: str) -> list[str]:
-    """The names between commas; without any, the text itself, so that the setting refuses it."""
-    return [name.strip() for name in text.split(",") if name.strip()] or [text]
+    """The names between commas."""
+    return [name.strip() for name in text.split(",")]
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by annotation
@@ -76,15 +76,6 @@ def _options_of(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
         yield Option(field.name, reader, text + default)
 
 
-def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
-    """Add the plan's options once more, with a prefix, for a second plan to compare with."""
-    name = prefix.replace("_", "-")
-    about = f"Every option of the plan with --{name} before its name, as --{name}dp 4."
-    group = command.add_argument_group("the plan to compare it with", about)
-    options = _options_of(Plan, Plan().to_dict())
-    add_options(group, (Option(prefix + o.name, o.reader, argparse.SUPPRESS) for o in options))
-
-
 def add_model_and_plan(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model")
     model.add_argument(
@@ -108,17 +99,10 @@ def plan_of(given: argparse.Namespace) -> Plan:
     return Plan(**_given_fields(Plan, given))
 
 
-def other_plan_of(given: argparse.Namespace, prefix: str) -> Plan | None:
-    """`plan_of`, changed by the options with this prefix; None if none was given."""
-    changes = _given_fields(Plan, given, prefix)
-    return plan_of(given).replace(**changes) if changes else None
-
-
 def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
     """{name: value} of those of the options ``names`` that were given."""
     return {name: getattr(given, name) for name in names if name in given}
 
 
-def _given_fields(kind: type, given: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
-    names = (field.name for field in dataclasses.fields(kind))
-    return {name: getattr(given, prefix + name) for name in names if prefix + name in given}
+def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+    return settings_of(given, *(field.name for field in dataclasses.fields(kind)))

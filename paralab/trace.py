@@ -22,14 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import choice, count_of, illegal, whole
+from paralab.checks import count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.spec.cluster import available_cores
 from paralab.spec.forms import name_of
-
-PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
 
 
 def trace(
@@ -42,7 +40,6 @@ def trace(
     timeout: float = 120.0,
     device: str | None = None,
     strict: bool = True,
-    live: bool = False,
     stop: threading.Event | None = None,
 ) -> Report:
     """Call ``fn(group, *args)`` on every rank; return a report of its calls, times and results.
@@ -59,7 +56,7 @@ def trace(
              arguments were alive before): ``report.meta["peak_bytes"]``, one number per rank
     strict   check every call against NCCL's order rules, on gloo too, and refuse a call that only
              some members of its group make, even if no rank waits for it
-    timeout, device, live, stop  as in `pl.launch`
+    timeout, device, stop  as in `pl.launch`
 
     ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
     ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.
@@ -68,9 +65,8 @@ def trace(
     if not callable(fn):
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
     node_of = places(ranks, nodes)
-    choice("memory", memory, (False, True))
     program = functools.partial(_program, fn, node_of, memory)
-    how = {"timeout": timeout, "device": device, "live": live, "strict": strict, "stop": stop}
+    how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
     parts = launch_program(program, ranks, args, fn=fn, **how)
     for part in parts:
         if calls := part["unwaited"]:
@@ -133,7 +129,7 @@ def _program(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with its tensors as NumPy arrays."""
+    """``value`` with its tensors as NumPy arrays, also those in dicts, lists and tuples."""
     import torch
 
     from paralab.batches import as_numpy
@@ -145,8 +141,4 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
         value = tuple(value)  # a torch.Size, or what torch.max returns: unpickling it takes torch
     kind = type(value)
-    named = getattr(kind, "_make", None) if isinstance(value, tuple) else None
-    rebuild = kind if kind in (list, tuple) else named
-    if rebuild is None or PLAIN.issuperset(map(type, value)):
-        return value
-    return rebuild(map(_plain, value))
+    return kind(map(_plain, value)) if kind in (list, tuple) else value

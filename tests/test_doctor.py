@@ -154,10 +154,6 @@ def test_a_container_and_a_hub_s_user_have_the_memory_that_their_limit_leaves(
     assert doctor.free_memory() is None
 
 
-def test_where_there_is_no_folder_there_is_no_room():
-    assert doctor.room_in(None) is doctor.room_in("/no/such/folder") is None
-
-
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))
@@ -182,11 +178,6 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     ):
         calibrate.cache_path().write_text(json.dumps(known | more))
         assert doctor.calibrated("cpu") == words
-    monkeypatch.setattr(calibrate, "_unwritten", {})
-    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
-    calibrate._write(calibrate.cache_path(), known)
-    assert doctor.calibrated("cpu") == f"{said}; not kept, as {tmp_path}/file cannot be written to"
 
 
 def test_every_lab_is_listed_with_the_ranks_that_it_starts():
@@ -214,11 +205,6 @@ def test_the_exit_status_is_0_where_labs_run_and_1_with_the_reason(fake, capsys)
     fake.free_memory = 300 * MB
     assert cli.main(["doctor"]) == 1
     assert "300 MB free: room for 0 ranks; close" in capsys.readouterr().out
-    assert cli.main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["labs"] == [] and len(found["problems"]) == 1
-    assert found["machine"]["free_memory"] == 300 * MB
-    assert found["checks"]["torch"] == "2.13.0 with gloo"
 
 
 def test_calibrate_measures_first_and_not_the_gpus_that_there_are_not(fake, capsys, monkeypatch):
@@ -227,9 +213,8 @@ def test_calibrate_measures_first_and_not_the_gpus_that_there_are_not(fake, caps
     assert "there is no GPU here" in shell_refuses(capsys, *gpus)
     asked = []
     monkeypatch.setattr(cli.Cluster, "local", lambda **how: asked.append(how))
-    assert cli.main(["doctor", "--calibrate", "--json"]) == cli.main(gpus) == 0
-    out, err = capsys.readouterr()
-    assert json.JSONDecoder().raw_decode(out)[0]["labs"] and "measuring" in err  # it stays JSON
+    assert cli.main(["doctor", "--calibrate"]) == cli.main(gpus) == 0
+    assert "measuring" in capsys.readouterr().err
     assert asked == [{"device": device, "refresh": True} for device in ("cpu", "cuda")]
 
 
@@ -257,11 +242,9 @@ def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):
 
 def test_this_machine_passes_and_the_doctor_leaves_torch_out():
     code = (
-        "import sys, paralab.cli; status = paralab.cli.main(['doctor', '--json']);"
+        "import sys, paralab.cli; status = paralab.cli.main(['doctor']);"
         "sys.exit(status or 10 * ('torch' in sys.modules))"
     )
     ran = python("-c", code)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads(ran.stdout)
-    assert found["labs"] and "gloo" in found["machine"]["torch"]["backends"]
-    assert found["machine"]["cores"] >= 1 and found["machine"]["memory"] > GB
+    assert " with gloo" in ran.stdout and " free: room for " in ran.stdout

@@ -271,8 +271,6 @@ LOCK = threading.Lock()
     ({"args": "ab"}, "args='ab'"),
     ({"timeout": float("nan")}, "timeout=nan"),
     ({"device": "tpu"}, "device='tpu'.*'cuda'"),
-    ({"live": 1}, "live=1"),
-    ({"stop": lambda: True}, r"stop=.*legal: None \| threading.Event\(\)"),
     ({"fn": 3}, "fn=3: cannot be called"),
     ({"fn": lambda: LOCK}, "its global 'LOCK', a lock, cannot be sent"),
     ({"fn": (lambda guard: lambda: guard)(LOCK)}, "its variable 'guard', a lock"),

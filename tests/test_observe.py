@@ -703,7 +703,7 @@ def test_a_module_is_observed_by_its_name(tmp_path, monkeypatch, capsys, name):
     assert "[rank 0] True" in said and f"(measured, {name} on 1 rank, 0 collectives)" in said
     why = "module='own.none': No module named own.none; legal: -m and the name"
     assert why in shell_refuses(capsys, "observe", "--ranks", "1", "-m", "own.none")
-    why = "own/train.py': this file is the script itself"
+    why = "own/train.py': script is this path already"
     assert why in shell_refuses(capsys, "observe", "--save", "own/train.py", "-m", "own.train")
 
 

@@ -88,7 +88,7 @@ REFUSED = {
     "Offload has no such field": {"weights": "cpu"},
     "offload['optimizer']='gpu'": {"optimizer": "gpu"},
     "h2d": {"optimizer": "cpu", "bandwidth": {"pcie": 1}},
-    "not a number of bytes": {"optimizer": "cpu", "bandwidth": {"disk": "fast"}},
+    "not a whole number of bytes": {"optimizer": "cpu", "bandwidth": {"disk": "fast"}},
     "not a table": {"optimizer": "cpu", "bandwidth": 5},
     "offload['delayed']=1": {"optimizer": "cpu", "delayed": 1},
 }

@@ -43,7 +43,7 @@ def sent(report, **where):
     dp=st.integers(2, 4),
     microbatches=st.integers(1, 3),
     bucket_bytes=st.integers(1000, 200_000),
-    alpha=st.just(0.0) | st.floats(1e-60, 1e-2),  # legal ones
+    alpha=st.just(0.0) | st.floats(1e-60, 1e-2),
     bandwidth=st.floats(1e6, 1e10),
 )
 def test_overlap_never_makes_a_step_longer(dp, microbatches, bucket_bytes, alpha, bandwidth):

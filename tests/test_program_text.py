@@ -249,17 +249,13 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
     settings = ["--dp", "4", "--zero-stage", "2"]
     assert cli.main(["program", *settings, "--rank", "3"]) == 0
     assert capsys.readouterr().out.rstrip() == repr(pl.program(LAPTOP, plan, rank=3))
-    assert cli.main(["program", *settings, "--diff-zero-stage", "3"]) == 0
-    other = pl.program(LAPTOP, plan.replace(zero_stage=3))
-    assert capsys.readouterr().out.rstrip() == repr(pl.program(LAPTOP, plan).diff(other))
     assert cli.main(["program", *settings, "--all", "--op", "forward,backward"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 * 6 + 1 and all("WARD" in line for line in lines[1:-1])
 
 
 @pytest.mark.parametrize(("asked", "words"), [
-    ("program --all --diff-dp 2", "all=True: a difference shows every line"),
-    ("predict --nodes 2", "nodes=2: this machine is one node; legal: --nodes together"),
+    ("program --lane tp", "lane='tp': no instruction of this program runs there"),
 ])  # fmt: skip
 def test_a_shell_refuses_in_the_same_words(asked, words, capsys):
     assert words in shell_refuses(capsys, *asked.split())

@@ -7,7 +7,6 @@ import json
 import math
 import os
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,11 +82,11 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
 
 
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",
-        "lr=np.True_", "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'",
+        "clip_norm=-1.0", "seed=-1", "seed=2**31",
         "memory_limit=0", "memory_limit=1.5", "memory_limit=True", "memory_limit='much'",
         "memory_limit='0MB'", "memory_limit='-64MB'", "memory_limit='1.5'", "memory_limit='nanMB'",
-        "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "device=np.ones(2)",
-        "timeout=0", "timeout='long'", "strict=2", "stop=True")  # fmt: skip
+        "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "device=[2]",
+        "timeout=0", "timeout='long'")  # fmt: skip
 def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, tmp_path, field, value):
     """And before it creates a folder for its checkpoints."""
     monkeypatch.setattr("paralab.ranks.watch.Run.start", None)
@@ -141,14 +140,6 @@ def test_torchruns_ranks_refuse_what_a_launch_refuses(tmp_path, field, value):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_legal_for_the_largest_and_smallest_number_is():
-    for large, small in ((1e60, 1e-60), (1e-60, 1e60)):
-        link = pl.Link(alpha=large, bandwidth=small)
-        slow = DGX.replace(intra=link, flops=small, memory_bandwidth=small)
-        assert pl.predict(MODEL, pl.Plan(dp=2), slow).step_time > 0
-        assert len(pl.plan_search(MODEL, slow, devices=2).plans)
-
-
 # ---- values that Python itself cannot take -------------------------------------------------------
 class Mute:
     def __repr__(self) -> str:
@@ -179,11 +170,7 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     ("name=None: not a text", lambda: DGX.replace(name=None)),
     ("intra={}: not a link", lambda: DGX.replace(intra={})),
     ("intra={'a': 1}: not a li", lambda: DGX.replace(intra={"a": 1})),
-    ("alpha=1000.*: too large", lambda: pl.Link(alpha=10**400, bandwidth=1.0)),
-    # An infinite time would be refused as a damaged table, and by a search as too much memory.
-    ("flops=.*: too close to 0; legal: a finite number", lambda: DGX.replace(flops=1e-308)),
-    ("op_overhead=.*: too large; legal: a finite number", lambda: DGX.replace(op_overhead=1e308)),
-    ("memory_bandwidth=.*: not a number", lambda: DGX.replace(memory_bandwidth=np.True_)),
+    ("alpha=1000.*: not one finite number", lambda: pl.Link(alpha=10**400, bandwidth=1.0)),
     ("dropout=2.0: .*legal: from 0 to below 1$", lambda: pl.ModelSpec(**GOOD_MODEL, dropout=2.0)),
     ("model=", lambda: pl.run("gpt2")),
     ("plan=", lambda: pl.run(MODEL, 4)),
@@ -220,8 +207,6 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     (r".*legal: .*f\(pp, microbatches\) \| f\(pp, microbatches, virtual_stages\)$",
      lambda: pl.Plan(schedule="x")),
     (f".*legal: a whole number from 1 to {2**62}$", lambda: pl.Plan(bucket_bytes=2**70)),
-    (r".*legal: .*True \| False \| progress\(rank, steps done, steps\)$",
-     lambda: pl.run(MODEL, progress=None)),
     (r".*legal: .*'calls' \| 'actions' \| None$",
      lambda: pl.predict(MODEL, cluster=DGX, detail="x")),
 ])  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,11 +16,6 @@ from paralab.spec.cluster import available_cores
 from paralab.spec.links import Reach
 from patience import HANG_S
 from stated import NODES
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 def pass_on(group, factor):
@@ -40,7 +33,7 @@ def pass_on(group, factor):
         "from the left": received,
         "sum": tensor[0],
         "also": [tensor.bfloat16()[:2], 3],
-        "named": Pair(tensor[:2], Pair(tensor.max(dim=0), tensor.shape)),
+        "torch's": (tensor[:2], (tensor.max(dim=0), tensor.shape)),
     }
 
 
@@ -55,8 +48,8 @@ def test_results_come_in_rank_order_with_tensors_as_numpy(report):
         assert (result["from the left"] == 2 * ((rank - 1) % 4)).all()
         assert result["sum"] == 12.0 and result["also"][1] == 3
         assert result["also"][0].tolist() == [12.0, 12.0]
-        first, (most, shape) = result["named"]
-        assert type(result["named"]) is Pair and type(first) is np.ndarray
+        first, (most, shape) = result["torch's"]
+        assert type(first) is np.ndarray
         assert type(most) is tuple and list(map(type, most)) == [np.ndarray] * 2
         assert type(shape) is tuple and shape == (1000,)
 
@@ -183,20 +176,14 @@ WRONG_CALLS = [
     ("source='1': not another", lambda g, t: g.recv(t, source="1")),
     ("to=", lambda g, t: g.send(t, to=g.index)),
     ("root=-1: not a rank of this group; legal: one of (0, 1)", lambda g, t: g.reduce(t, root=-1)),
-    ("root=2: not a rank", lambda g, t: g.broadcast(t, root=2)),
     ("parts=[]: nothing to send", lambda g, t: g.exchange([])),
-    ("parts=[('send', ", lambda g, t: g.exchange([("send", t)])),
-    ("parts=('send', tensor(", lambda g, t: g.exchange(("send", t, 1 - g.index))),
     ("side='snd': unknown choice", lambda g, t: g.exchange([("snd", t, 1 - g.index)])),
     ("tensor=[1, 2]: not a tensor", lambda g, t: g.all_reduce([1, 2])),
-    ("tensor=3: not a tensor", lambda g, t: g.send(3, to=1 - g.index)),
-    ("phase=3: not a text", lambda g, t: g.all_reduce(t, phase=3)),
-    ("phase=0: not a text", lambda g, t: g.send(t, to=1 - g.index, phase=0)),
     ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.all_to_all(t, t)),
-    ("output.numel()=5: each rank receives as many", lambda g, t: g.all_to_all(t, t[:4])),
+    ("output.numel()=5: all_to_all of 4 elements", lambda g, t: g.all_to_all(t, t[:4])),
     ("tensor.numel()=5: it cannot be cut into 2 equal", lambda g, t: g.reduce_scatter(t[:2], t)),
-    ("output.numel()=5: each of 2 ranks gets one", lambda g, t: g.reduce_scatter(t, t[:4])),
-    ("output.numel()=5: 2 ranks have 2 elements", lambda g, t: g.all_gather(t, t[:2])),
+    ("output.numel()=5: reduce_scatter of 4 elem", lambda g, t: g.reduce_scatter(t, t[:4])),
+    ("output.numel()=5: all_gather of 2 elements", lambda g, t: g.all_gather(t, t[:2])),
     ("output.dtype=torch.float64: ", lambda g, t: g.reduce_scatter(t[:2].double(), t[:4])),
 ]
 
@@ -248,22 +235,6 @@ def lets_go(group, wait):
         one.wait()
 
 
-def goes_on_after_a_refused_message(group):
-    """The two ranks' messages differ in size, so the exchange raises in both of them."""
-    message, peer = torch.zeros(1 + group.index), 1 - group.index
-    side = ("send", "recv")[group.index]
-    with contextlib.suppress(RuntimeError):
-        group.exchange([(side, message, peer)])
-    time.sleep(0.05)
-
-
-def test_what_follows_a_call_that_raised_is_not_part_of_its_wait():
-    spans = pl.trace(goes_on_after_a_refused_message, 2, timeout=HANG_S, device="cpu").spans
-    last = spans.loc[spans.groupby("rank")["end"].idxmax()]
-    assert list(last["kind"]) == ["compute"] * 2
-    assert (last["end"] - last["start"] >= 0.05).all()
-
-
 def test_a_call_that_nobody_waited_for_is_named():
     """Its result may be half-finished, and whether the others have made it is not known."""
     where = "ranks 0,1, step 0"
@@ -302,8 +273,6 @@ def test_a_hang_in_a_message_names_the_ranks_at_its_other_ends_alone(strict, bot
         ({"fn": 3}, "fn=3: cannot be called"),
         ({"ranks": 0}, "ranks=0"),
         ({"nodes": 3}, "nodes=3.*from 1 to 2"),
-        ({"memory": "yes"}, "memory='yes'"),
-        ({"strict": None}, "strict=None"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_before_a_process_starts(settings, says):

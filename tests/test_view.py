@@ -256,12 +256,6 @@ def test_the_page_has_numbers_plan_pictures_and_both_colour_schemes(nasty_page):
     assert "@media (prefers-color-scheme: dark)" in nasty_page
 
 
-@pytest.mark.parametrize("sections", [3, "ab", None, [3], [("a",)], [("a", 3)], {"a": "b"}])
-def test_sections_that_are_no_pairs_of_texts_are_refused(tmp_path, sections):
-    said = "^sections=.*; legal: a list of pairs"
-    refuses(said, synthetic.report(1).to_html, tmp_path / "p.html", sections=sections)
-
-
 def test_what_was_saved_of_a_block_of_ones_own_has_a_page_without_the_number_of_parameters():
     made = synthetic.report(2)
     again = dataclasses.replace(made, model=made.model.replace(block="own: Mine"))

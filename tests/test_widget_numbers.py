@@ -16,9 +16,7 @@ from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
 from paralab.view.widget_steps import Steps, share_of_step
-from widgets import CLUSTER, PATIENCE, TINY, ZERO, bars, numbers
-
-NAMES = list(STAGES.values())
+from widgets import CLUSTER, PATIENCE, TINY, bars, numbers
 
 
 @pytest.fixture
@@ -175,15 +173,6 @@ def test_pipeline_simulation_and_replay_agree_and_need_no_new_run(widget):
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (3, "bf16"), (64, "fp32")])
-def test_zero_bars_are_the_predicted_peaks(widget, ranks, precision):
-    chart = widget.predict(ranks=ranks, precision=precision)
-    assert list(bars(chart)) == NAMES
-    for stage, label in enumerate(NAMES):
-        plan = ZERO.replace(dp=ranks, precision=precision, zero_stage=stage)
-        assert bars(chart)[label] == sum(pl.program(widget.model, plan).peak().values())
-
-
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_zero_bytes_sent_are_those_of_a_predicted_step(widget, microbatches):
     for stage in STAGES:

@@ -30,7 +30,7 @@ import stat
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -276,18 +276,11 @@ def _all_complete(folder: Path) -> list[str]:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> None:
-    """Raise ``ValueError`` if saving here would replace another training's checkpoints, or would
-    write files that cannot be read again.
+def check_save(folder: Path, resume: str | None) -> None:
+    """Raise ``ValueError`` if saving here would replace another training's checkpoints.
 
     resume  the checkpoint from which the run continues
-    newest  the caller named no checkpoint, so it must still be the newest one of its folder
     """
-    try:
-        os.fsencode(folder).decode()
-    except UnicodeDecodeError:
-        why, legal = "its name is not UTF-8, which safetensors needs", "another folder"
-        raise illegal("save", str(folder), why, legal) from None
     if (folder / ABOUT).is_file():
         legal = f"the folder that contains it, {folder.parent}, or another one"
         raise illegal("save", str(folder), "it is a single checkpoint", legal)
@@ -295,18 +288,12 @@ def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> Non
     if present and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
         why = f"it has {present[0]} of another training, which this run does not resume"
         raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
-    if newest and present and present[0] != (name := Path(resume or "").name):
-        why = f"another run has saved {present[0]} there since this one began to resume {name}"
-        raise illegal("save", str(folder), why, "the same call again, or another folder")
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[Callable[[], bool]]:
+def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be, and hold its lock for as long as the block runs, so that no other
     run saves there.
-
-    Yields a function that returns whether the lock still protects the folder: once the folder has
-    been removed and created again, another run can lock the new one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a") as file:
@@ -324,7 +311,7 @@ def locked(folder: Path) -> Iterator[Callable[[], bool]]:
                 why = f"it cannot be locked: {error.strerror}"
                 legal = "a folder on a file system that supports flock"
                 raise illegal("save", str(folder), why, legal) from None
-        yield lambda: (folder / LOCK).exists() and os.path.samefile(folder / LOCK, file.fileno())
+        yield
 
 
 def scratch(folder: Path, step: int) -> Path:

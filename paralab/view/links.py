@@ -8,7 +8,7 @@ latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -46,30 +46,22 @@ class Axes(NamedTuple):
 TIME = Axes("bytes of the tensor", "B", "time", "s", "is fastest")
 
 
-def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
+def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Chart:
     """Measured seconds of one operation over the bytes a rank sends, and the line fitted to them.
 
-    points  rows with op, ranks, wire_bytes, seconds; default: those of this machine's calibration,
-            which is done now if there is none yet
+    points  rows with op, ranks, wire_bytes, seconds
 
     Raises ValueError if there are fewer than two points of ``op``.
     """
-    if points is None:
-        from paralab.instruments.calibrate import calibration_points
-
-        points = calibration_points()["links"]
-    legal = "rows with op, ranks, wire_bytes, seconds"
-    points = list(instance("points", points, Iterable, legal, "table"))
-    for i, point in enumerate(points):
-        instance(f"points[{i}]", point, Mapping, legal, "row with names")
+    points = list(points)
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
-    ranks = rows[0].get("ranks")
-    rounds = messages(op, ranks) if ranks else 1
+    ranks = rows[0]["ranks"]
+    rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
     sizes, seconds = zip(*pairs, strict=True)
@@ -110,9 +102,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         label, ends = f"{half}: half the time is latency", (grid[0], grid[-1])
         word, dropped = drop(knee, low, link.seconds(knee), label, ends)
         notes, shapes = [*notes, word], [dropped]
-    where = theme.text(op) + f" on {ranks} ranks" * bool(ranks)
     fig = figure(
-        f"{where}: {latency} of latency and {rate}",
+        f"{theme.text(op)} on {ranks} ranks: {latency} of latency and {rate}",
         f"measured (wall clock) · line: {formula}, fitted; {off}",
         height=440,
         xaxis=log_axis("bytes that one rank sends", grid[0], grid[-1], "B"),
@@ -138,14 +129,12 @@ def algorithms(
     title    replaces the finding
     axes     titles and units, if the curves are not seconds over bytes
 
-    Raises ValueError if there is nothing to draw, or if a size or time is not above 0.
+    Raises ValueError if a size or time is not above 0.
     """
     for what, given in (("curves", curves), ("points", points or {})):
         instance(what, given, Mapping, "{algorithm: {bytes: seconds}}", "mapping")
     lines = {str(name): _pairs(str(name), line) for name, line in curves.items()}
     marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
-    if not lines:
-        raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
     (best, changes), traces, rows = _fastest(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
@@ -183,16 +172,10 @@ def _line_label(said: str, size: float, seconds: float, *, below: bool = False) 
 
 # ---- crossovers ----------------------------------------------------------------------------------
 def _pairs(name: str, curve: Any) -> Pairs:
-    items = curve.items() if isinstance(curve, Mapping) else curve
-    if not isinstance(items, Iterable):
-        raise illegal(f"curves[{name!r}]", curve, "not a curve", "{bytes: seconds}")
-    pairs = sorted(
+    return sorted(
         (real(f"bytes of {name}", n, above=0.0), real(f"seconds of {name}", s, above=0.0))
-        for n, s in items
+        for n, s in (curve.items() if isinstance(curve, Mapping) else curve)
     )
-    if not pairs:
-        raise illegal(f"curves[{name!r}]", curve, "no sizes", "{bytes: seconds}")
-    return pairs
 
 
 def _logs(lines: Mapping[str, Pairs], size: float) -> dict[str, float]:
@@ -207,66 +190,51 @@ def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
     return max(firsts), min(lasts)
 
 
-def _lines_at(end: Callable, logs: Mapping[str, float]) -> list[str]:
-    """The lines at an ``end`` of the logarithms, min or max, but for rounding errors."""
-    value = end(logs.values())
-    return [name for name, log in logs.items() if abs(log - value) < EQUAL]
-
-
-def _fastest(lines: Mapping[str, Pairs]) -> tuple[list[list[str]], Pairs]:
-    """The fastest lines of every range of the common sizes, several if they are the fastest in all
-    of it; and the (bytes, seconds) at which one range ends and the next begins.
+def _fastest(lines: Mapping[str, Pairs]) -> tuple[list[str], Pairs]:
+    """The fastest line of every range of the common sizes, and the (bytes, seconds) at which one
+    range ends and the next begins.
     """
-    best, changes, at, (low, high) = [list(lines)], [], {}, _common_range(lines)
+    low, high = _common_range(lines)
     sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
-    for last, size in pairwise([low, *sizes]):
+    at, changes = _logs(lines, low), []
+    best = [min(at, key=at.__getitem__)]
+    for last, size in pairwise(sizes):
         before, at = at, _logs(lines, size)
-        fastest = _lines_at(min, at)
-        if still := [name for name in best[-1] if name in fastest]:
-            best[-1] = still
+        one, other = best[-1], min(at, key=at.__getitem__)
+        if at[one] - at[other] < EQUAL:
             continue
-        one, other = best[-1][0], fastest[0]
         gap = before[one] - before[other]
+        if last == low and abs(gap) < EQUAL:  # they begin together
+            best = [other]
+            continue
         crossing = last * (size / last) ** (gap / (gap - (at[one] - at[other])))
-        best.append(fastest)
+        best.append(other)
         changes.append((crossing, math.exp(_logs(lines, crossing)[one])))
     return best, changes
 
 
-def _finding(
-    lines: Mapping[str, Pairs], fastest: list[list[str]], changes: Pairs, axes: Axes
-) -> str:
+def _finding(lines: Mapping[str, Pairs], fastest: list[str], changes: Pairs, axes: Axes) -> str:
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
         ends = dict.fromkeys(axes.describe(*pair) for pair in (pairs[0], pairs[-1]))
         return f"{theme.text(name)}: {', '.join(ends)}"
-    begin, end = _common_range(lines)
-    if begin > end:
-        return "The lines have no size in common, so they cannot be compared"
-    best = [*map(_tied, fastest)]
+    best = [*map(theme.text, fastest)]
     if changes:
         sizes = [_worded(size, axes.x_unit, digits=2) for size, _ in changes]
         parts = [f"{best[0]} {axes.best} below {sizes[0]}"]
         parts += [f"{name} up to {end}" for name, end in zip(best[1:], sizes[1:], strict=False)]
         return f"{', '.join(parts)}, {best[-1]} above"
-    where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
-    if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
-        where = "everywhere"
-    if len(fastest[0]) == len(lines):
-        return f"{theme.listed([*map(theme.text, lines)])} are equal {where}"
-    at = _logs(lines, end)
-    times, slowest = math.exp(max(at.values()) - min(at.values())), _lines_at(max, at)
-    more = f"{100 * (times - 1):.2g} % more"
-    if times >= 1.05:
-        more = f"{times:,.{int(times < 100)}f} times as much"
-    if len(slowest) < len(lines):  # else they differ before
-        where += f": at {_worded(end, axes.x_unit)} {_tied(slowest)} needs {more}"
-    return f"{best[0]} {axes.best} {where}"
-
-
-def _tied(names: list[str]) -> str:
-    first, *others = map(theme.text, names)
-    return f"{first} (tied with {theme.listed(others)})" if others else first
+    begin, end = _common_range(lines)
+    first, last = _logs(lines, begin), _logs(lines, end)
+    if all(max(at.values()) - min(at.values()) < EQUAL for at in (first, last)):
+        return f"{theme.listed([*map(theme.text, lines)])} are equal everywhere"
+    slowest = max(last, key=last.__getitem__)
+    times = math.exp(last[slowest] - last[fastest[0]])
+    more = f"{times:,.{int(times < 100)}f} times as much"
+    if times < 1.05:
+        more = f"{100 * (times - 1):.2g} % more"
+    said = f"{_worded(end, axes.x_unit)} {theme.text(slowest)} needs {more}"
+    return f"{best[0]} {axes.best} everywhere: at {said}"
 
 
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:

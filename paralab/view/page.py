@@ -10,12 +10,11 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal, instance, shown
 from paralab.report import facts, output_files
 from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
@@ -44,11 +43,6 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     from plotly.offline import get_plotlyjs
 
-    legal = "a list of pairs (title, HTML), both texts"
-    for pair in instance("sections", sections, Collection, legal, "list"):
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not is_pair or not all(isinstance(part, str) for part in pair):
-            raise illegal("sections", sections, f"{shown(pair)} is not such a pair", legal)
     figures: dict[str, dict[str, Any]] = {}
     for look in theme.LOOKS:
         with theme.drawn(look):

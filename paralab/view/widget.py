@@ -27,7 +27,6 @@ from functools import cached_property
 from typing import Any
 
 import ipywidgets as ipw
-import plotly.graph_objects as go
 
 from paralab.checks import illegal, instance
 from paralab.interpret.predict import predict
@@ -95,7 +94,6 @@ class Widget(ipw.VBox):
     values  the current settings, {knob: value}, with what follows from them (`At`)
     knobs   {knob: its ipywidget}
     chart   the chart on screen; ``charts`` are those of all views, of which it is the first
-    figure  the plotly FigureWidget that shows it; ``figures`` are those of all views
     error   the error of a run, or the one that says what is impossible, while it is shown
 
     model, plan   what the knobs start from
@@ -309,14 +307,6 @@ class Widget(ipw.VBox):
         return self.charts[0]
 
     @property
-    def figures(self) -> list[go.FigureWidget]:
-        return [view.figure for view in self._views.children]
-
-    @property
-    def figure(self) -> go.FigureWidget:
-        return self.figures[0]
-
-    @property
     def values(self) -> At:
         at = At(self, {name: widget.value for name, widget in self.knobs.items()})
         at.measured = self._results.get(self._key(at))
@@ -325,13 +315,9 @@ class Widget(ipw.VBox):
     def _key(self, at: At) -> Any:
         """The key of a result; None for impossible settings."""
         try:
-            needs = self._depends_on(at)
-            hash(needs)
+            return self._depends_on(at)
         except ValueError:
             return None
-        except TypeError:  # a user's function may be an object that cannot be hashed
-            return repr(needs)
-        return needs
 
     @property
     def result(self) -> Any:
@@ -531,10 +517,8 @@ class Widget(ipw.VBox):
             self._views.remove_class(STALE)
         trouble = parts.noted(*(html.escape(_sentence(note)) for note in self._notes))
         if stale:
-            what = "This combination is impossible"
-            if not isinstance(error, ValueError):
-                what = "The prediction failed"
-            status, trouble = f"{what}: see below. Move a slider.", GREY + parts.impossible(error)
+            status = "There is no prediction: see below. Move a slider."
+            trouble = GREY + parts.impossible(error)
             self._numbers.value = self._code.value = ""
         elif state == "error":
             status = "The run failed: see below. Change a setting and run again."

@@ -27,6 +27,7 @@ from paralab.view.widget_parts import buttons, refusal, slider
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
 RECOMPUTE = {"all saved": "none", "selective recompute": "selective", "full recompute": "full"}
+WIDE = "hidden {:,}".format
 MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # parts of the picture's width
 Kept = Mapping[str, int]
 
@@ -159,16 +160,10 @@ class Zero(Alternatives):
         "stage": buttons("stage", {name: n for n, name in STAGES.items()}, sets="zero_stage"),
         "ranks": slider("devices N", (1, 2, 3, 4, 8, 16, 64), "device", sets="dp"),
         "microbatches": slider("micro-batches", (1, 2, 3, 4, 8), "micro-batch"),
-        "hidden": slider("hidden size", (64, 96, 128, 192, 256, 384), "hidden {}"),
+        "hidden": slider("hidden size", (64, 96, 128, 192, 256, 384), WIDE),
         "precision": buttons("precision", PRECISIONS),
         "recompute": buttons("activations", RECOMPUTE),
     }
-
-    def _check(self) -> None:
-        for name, n in (("pp", self.plan.pp), ("tp", self.plan.tp)):
-            if n > 1:
-                raise illegal(name, n, "this widget is about data parallelism", "1")
-        super()._check()
 
     def _extra(self, at: At) -> dict[str, str]:
         states = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
@@ -212,7 +207,7 @@ class Tensor(Alternatives):
             "token",
             start=lambda widget: widget.plan.microbatch_size * widget.model.seq_len,
         ),
-        "hidden": slider("hidden size", (64, 128, 256, 512, 2048, 8192, 12288), "hidden {:,}"),
+        "hidden": slider("hidden size", (64, 128, 256, 512, 2048, 8192, 12288), WIDE),
         "ranks": slider("ranks P", (4, 8, 16, 64), "rank", sets="tp"),
     }
 

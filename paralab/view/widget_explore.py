@@ -144,7 +144,7 @@ class Explore(Steps):
             return f"“Run it” trains on this machine, and this is a prediction for {where}"
         if at.model.vocab < 256:
             return "“Run it” reads text as bytes, which needs a vocabulary of 256 or more"
-        return self._refused(at)
+        return super()._blocked(at) or self._refused(at)
 
     # ---- what is shown -----------------------------------------------------------------------
     def views(self, **knobs: Any) -> dict[str, Chart]:

@@ -42,7 +42,7 @@ class Memory(Widget):
     name, steps, longest, plan = "memory", 4, 20.0, Plan(microbatch_size=2)
     board = {
         "layers": slider("layers", (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128), "layer"),
-        "hidden": slider("hidden size", HIDDEN, "hidden {:,}"),
+        "hidden": slider("hidden size", HIDDEN, "hidden {:,}".format),
         "seq_len": slider("sequence", [2**k for k in range(5, 13)], "token"),
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "sample"),
         "recipe": Knob(label="recipe", offers={name: name for name in KEEPS}, start="zero-fp16"),

@@ -112,13 +112,8 @@ class Offload(Steps):
         return at.plan, at["host"], at["bandwidth"]
 
     def _hint(self, at: At) -> str:
-        text = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
-        if "nvme" not in (at["parameters"], at["optimizer"]):
-            return f"{text}, which do not use the disk."
-        disk = self._machine(at["ranks"]).disk
-        if disk is not None and at["bandwidth"] > disk.bandwidth:
-            return f"{text}; the disk stays as slow as it is, {in_speed(disk.bandwidth)}."
-        return f"{text}, with the disk limited to {in_speed(at['bandwidth'])}."
+        how = f"{self.steps} steps on {processes(at['ranks'])}"
+        return f"“Run it” trains {how}, with a disk and a host link no faster than the sliders say."
 
     # ---- what is shown -----------------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:

@@ -29,7 +29,7 @@ class Knob:
     """One setting of a widget.
 
     offers   its values; or {text on the knob: value}, in order
-    says     the text for a value: a function, a format, or the noun of what the value counts
+    says     the text for a value: a function, or the noun of what the value counts
     start    the start value, or a function of the widget that returns it; default: the value in the
              plan or the model
     sets     the field of the plan or the model that it sets; default: that of the knob's own name
@@ -42,7 +42,7 @@ class Knob:
 
     label: str
     offers: Iterable[Any] | Mapping[str, Any]
-    says: str | Callable[[Any], str] = "{}"
+    says: str | Callable[[Any], str] = str
     start: Any = None
     sets: str = ""
     link: Callable[[Cluster], Link | None] | None = None
@@ -70,9 +70,7 @@ class Knob:
         return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
 
     def written(self, n: Any) -> str:
-        if callable(self.says):
-            return self.says(n)
-        return self.says.format(n) if "{" in self.says else count_of(n, self.says, ",")
+        return self.says(n) if callable(self.says) else count_of(n, self.says, ",")
 
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
         settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
@@ -85,11 +83,10 @@ class Knob:
     def check(self, name: str, value: Any) -> Any:
         """The knob's option that equals ``value``. Raises ``ValueError`` if there is none."""
         values = [option for _, option in self.options]
-        for option in values:
-            if option == value and isinstance(option, bool) == isinstance(value, bool):
-                return option
-        legal = ", ".join(map(str, values))
-        raise illegal(name, value, "the knob does not offer this value", legal)
+        if value not in values:
+            legal = ", ".join(map(str, values))
+            raise illegal(name, value, "the knob does not offer this value", legal)
+        return values[values.index(value)]
 
     def repr(self, value: Any) -> str:
         if isinstance(self.brief, str):
@@ -140,8 +137,6 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
     longest   the limit for its seconds
     """
     ranks = report.world_size
-    if ranks > MOST_RANKS:
-        return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
     held = (peak(report, tier=tier) for tier in ("device", "host"))
     need, waits, room = sum(one.total for one in held if one is not None), 1.0, machine.memory
     if machine.cores is not None:  # ranks on processors share one memory, and the cores

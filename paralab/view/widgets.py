@@ -22,13 +22,11 @@ from paralab.view.widget_collective import Collective as collective
 from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_offload import Offload as offload
-from paralab.view.widget_parts import Knob
 from paralab.view.widget_pipeline import Pipeline as pipeline
 from paralab.view.widget_steps import DataParallel as data_parallel
 from paralab.view.widget_steps import Tensor1D as tensor1d
 
 __all__ = [
-    "Knob",
     "Widget",
     "collective",
     "data_parallel",
