@@ -157,6 +157,14 @@ def test_what_tp_ranks_share_is_looked_up_once_for_a_compiled_program(monkeypatc
     assert program.shared(0) and len(asked) == 1
 
 
+def test_the_instructions_of_a_micro_batch_are_the_same_for_every_tp_and_number_of_samples():
+    """So those of all layouts of "1d" are compiled once, for the figures of a model's parts."""
+    for how in ({}, {"sequence_parallel": True, "recompute": "full"}, {"schedule": "zb-h1"}):
+        plans = [pl.Plan(**how, tp=tp, microbatch_size=b) for tp, b in ((2, 1), (4, 3), (8, 4))]
+        first, *others = (compiled(TINY.replace(layers=1), plan).codes for plan in plans)
+        assert all(other == first for other in others)
+
+
 def test_the_bubble_of_a_plan_is_the_share_that_its_report_says():
     """Neither what comes behind the last backward nor the messages between stages are work."""
     plans = space(SMALL, LAPTOP, 8, 16, {"pp": [2, 4, 8]})
