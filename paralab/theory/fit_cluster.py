@@ -143,15 +143,14 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def fit_cluster(
-    model_runs: Iterable[Any] | Mapping[ModelSpec, Any],
+    model_runs: Iterable[Any],
     cluster: Cluster,
     *,
     by: Callable[[Run], Hashable] | None = None,
 ) -> ClusterFit:
     """The cluster that predicts these iterations best, and its accuracy out of sample.
 
-    model_runs  (model, plan, seconds per iteration), a handful or many; or
-                {model: [(plan, seconds), ...]}; or reports of runs
+    model_runs  (model, plan, seconds per iteration), a handful or many; or reports of runs
     cluster     what is known of the machine: a preset, or figures of your own
     by          a function of a run to its group, which is left out together; default: its model
 
@@ -207,13 +206,6 @@ def _figure(cluster: Cluster, field: str, precision: str) -> float:
 
 def _runs(rows: Any) -> list[Run]:
     """The rows as runs. Raises ValueError naming the row that is not a run."""
-    if isinstance(rows, Mapping):
-        rows = {m: list(s) if isinstance(s, Iterable) else [s] for m, s in rows.items()}
-        for pairs in rows.values():
-            if not all(isinstance(row, Sequence) for row in pairs):
-                legal = "{model: [(plan, seconds per iteration), ...]}"
-                raise illegal("model_runs", pairs, "not a list of pairs", legal)
-        rows = [(model, *pair) for model, pairs in rows.items() for pair in pairs]
     runs = []
     for number, row in enumerate(rows if isinstance(rows, Iterable) else ()):
         with _naming_run(number, row):

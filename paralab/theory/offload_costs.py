@@ -79,16 +79,10 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
+    """The device of every node; that of fwd-bwd is the GPU, as its work grows with the batch."""
     instance("assignment", assignment, Mapping, "one of cuts()", "dict {node: device}")
-    for name, device in assignment.items():
-        choice("node", name, tuple(HELD))
-        choice(name, device, (GPU, CPU))
-    if missing := ", ".join(name for name in HELD if name not in assignment):
-        why = f"no device for {missing}"
-        raise illegal("assignment", dict(assignment), why, "a device for every node")
-    if assignment["fwd-bwd"] == CPU:
-        raise illegal("fwd-bwd", CPU, "its work grows with the batch, beyond a CPU", "'gpu'")
-    return dict(assignment)
+    legal = dict.fromkeys(HELD, (GPU, CPU)) | {"fwd-bwd": (GPU,)}
+    return {name: choice(name, assignment.get(name), legal[name]) for name in HELD}
 
 
 # ---- ZeRO-Infinity, sec. 4: bandwidth ----

@@ -41,8 +41,8 @@ class Cost(NamedTuple):
     """The cost of a training run.
 
     params           parameters of the model
-    state_bytes      bytes of one whole copy of the model states
-    fewest_devices   devices that together hold these states, and nothing else
+    state_bytes      bytes of one whole copy of the model states, 18 per parameter ("megatron-bf16")
+    fewest_devices   devices of 80 GB that together hold these states, and nothing else
     saved_bytes      bytes of a checkpoint to resume from
     flops            FLOPs of the whole training, with recomputation
     days             from the first step to the last
@@ -112,27 +112,23 @@ def training_cost(
     devices: int,
     flops: float,
     recompute: bool | str = "full",
-    recipe: str = "megatron-bf16",
-    memory: int = 80 * 10**9,
     watts: float | None = None,
 ) -> Cost:
     """The cost of training ``model`` on ``tokens`` with ``devices`` that reach ``flops`` FLOP/s.
 
     flops      per device, with recomputation, as PTD-P's 140 to 163 TFLOP/s on A100s
     recompute  as in `needs.step_flops`
-    recipe     name of a recipe of bytes per parameter, see theory/needs.py
-    memory     bytes of one device
     watts      power of one device, with its share of the rest of the machine; None: no energy
     """
     days = needs.training_days(
         model, tokens=tokens, devices=devices, flops=flops, recompute=recompute
     )
-    states = sum(needs.model_states(model, recipe).values())
+    states = sum(needs.model_states(model, "megatron-bf16").values())
     seconds = devices * days * needs.SECONDS_PER_DAY
     return Cost(
         params=model.num_params,
         state_bytes=states,
-        fewest_devices=needs.devices_for(states, memory),
+        fewest_devices=needs.devices_for(states, 80 * 10**9),
         saved_bytes=SAVED_BYTES * model.num_params,
         flops=seconds * flops,
         days=days,
