@@ -104,27 +104,6 @@ class ClusterFit:
     errors: tuple[float, ...]
     null: tuple[float, ...]
 
-    def table(self) -> Any:
-        """A pandas DataFrame with a row per run: measured seconds, and errors out of sample (%)."""
-        import pandas as pd
-
-        rows = [
-            {
-                "model (B)": run.model.num_params / 1e9,
-                "dp": run.plan.dp,
-                "tp": run.plan.tp,
-                "pp": run.plan.pp,
-                "micro-batch": run.plan.microbatch_size,
-                "measured (s)": run.seconds,
-                "out of sample (%)": 100 * error,
-                "one rate for everything (%)": 100 * null,
-            }
-            for run, error, null in zip(
-                self.runs, self.errors or [math.nan], self.null or [math.nan], strict=True
-            )
-        ]
-        return pd.DataFrame(rows)
-
     def __repr__(self) -> str:
         count = len(self.runs)
         lines = [f"fitted to {count_of(count, 'run')}: {summary(self.inside)}"]
@@ -155,8 +134,7 @@ def fit_cluster(
     by          a function of a run to its group, which is left out together; default: its model
 
     This takes a few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`,
-    ``constants`` has the changed figures, ``table()`` a row per run. Raises ValueError naming the
-    run that is refused.
+    ``constants`` has the changed figures. Raises ValueError naming the run that is refused.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
     instance("by", by, Callable | None, "a function of a run, or None", "function")
