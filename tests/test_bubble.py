@@ -73,6 +73,7 @@ def test_an_outline_does_not_tell_messages_from_idle_time():
     assert times["p2p"].isna().all() and (times["idle"] > 0).any()
     for step, words in ((9, "step=9: .*legal: 0"), (-1, "step=-1"), (0.5, "not a whole")):
         refuses(words, found.pipeline_times, step=step)
+        refuses(words, ideal, found, step=step)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

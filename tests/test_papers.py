@@ -36,10 +36,9 @@ def test_errata_name_functions_that_say_so():
 
 
 # Datasheets: bytes of memory, bytes/s of memory, of NVLink and between nodes, TFLOP/s in fp32, with
-# tf32, in bf16 and fp16 (a V100 has no products in two of these); and what a product in 16 bits
-# reaches at best by stas00/ml-engineering's tables.
+# tf32, in bf16 and fp16; and what a product in 16 bits reaches at best by stas00/ml-engineering's
+# tables.
 DATASHEETS = {
-    "dgx-v100": (32e9, 900e9, 150e9, 12.5e9, (15.7, 15.7, 15.7, 125), 271.2 / 312 * 125),
     "dgx-a100": (80e9, 2039e9, 300e9, 25e9, (19.5, 156, 312, 312), 271.2),
     "dgx-h100": (80e9, 3350e9, 450e9, 50e9, (67, 494.5, 989, 989), 794.5),
 }

@@ -10,11 +10,6 @@ from paralab.theory.papers import ptdp, ptdp_models, ptdp_table1, ptdp_table2
 TABLE_1, TABLE_2 = ptdp_table1(), ptdp_table2()
 
 
-def meet(one: float, half: float, other: float, other_half: float) -> bool:
-    """Whether two printed numbers can be the same, each known to half a digit."""
-    return abs(one - other) <= half + other_half + 1e-9
-
-
 def test_table_1_parameters_are_exact_and_those_of_equation_2():
     for row, (model, plan) in zip(TABLE_1.to_dict("records"), ptdp_models(), strict=True):
         assert plan.partition_messages == (plan.tp > 1 and plan.pp > 1)  # as the authors' scripts
@@ -42,7 +37,7 @@ def test_table_2_days_follow_from_exact_flops_and_equation_4_is_1_5_to_3_percent
     # 149 TFLOP/s and 43 days have two and three digits: 43.5 is their common ground, 1.2 % off
     for row in TABLE_2.to_dict("records"):
         found, half = row["days, recomputed"], 0.5 / row["TFLOP/s per device"]
-        assert meet(row["days, printed"], 0.5, found, half * found)
+        assert abs(row["days, printed"] - found) <= 0.5 + half * found + 1e-9
         loose = 0.012 if row["days, printed"] == 43 else 0.01
         assert found == pytest.approx(row["days, printed"], rel=loose)
         assert round(row["parameters (B), recomputed"], 1) == row["parameters (B), printed"]

@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 NAN = float("nan")
 
 
-def schedule_of(report: Tables) -> list[list[Action]]:
-    """The schedule of the report, a list of actions per rank, read from a typical step.
+def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]]:
+    """The schedule of the report, read from the spans of one step: a list of actions per rank.
+
+    step  default: the typical step
 
     Of several data-parallel pipelines the first is read, as all follow the same schedule.
     """
+    step = metrics.chosen_step(report, step)
     spans = _compute(report)
-    spans = spans[spans["step"] == metrics.chosen_step(report, None)].sort_values("id")
+    spans = spans[spans["step"] == step].sort_values("id")
     schedule = [{} for _ in range(report.plan.pp)]
     columns = (spans[name].tolist() for name in ("rank", "stage", "microbatch"))
     for letter, rank, stage, microbatch in zip(letters(spans), *columns, strict=True):
@@ -67,11 +70,11 @@ def stage_costs(report: Tables) -> dict[str, list[float]]:
     }
 
 
-def ideal(report: Tables) -> Simulation:
+def ideal(report: Tables, *, step: int | None = None) -> Simulation:
     """The report's schedule with its own median costs, on devices with links that cost nothing."""
     from paralab.theory.pipeline import simulate
 
-    return simulate(schedule_of(report), **stage_costs(report))
+    return simulate(schedule_of(report, step=step), **stage_costs(report))
 
 
 def formula(report: Tables) -> float:

@@ -12,9 +12,9 @@ step:
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. PaLM
 (Chowdhery+ 2022, arXiv:2204.02311) defines model FLOPs utilisation (app. B), in place of the older
 hardware FLOPs utilisation, and counts 6 P + 12 l h s FLOPs per token; paralab counts those of the
-matrix products. Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) print both; their eq. 8 is
-`printed_selective_flops`. Both are for a whole step, from the first forward to the end of the
-update, so bubbles, messages and the optimizer lower them.
+matrix products. Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) print both. Both are for a whole
+step, from the first forward to the end of the update, so bubbles, messages and the optimizer lower
+them.
 """
 
 from __future__ import annotations
@@ -79,19 +79,6 @@ def utilisation(
     plain = needs.step_flops(model, samples)
     computed = needs.step_flops(model, samples, recompute=recompute)
     return Utilisation(plain / possible, computed / possible)
-
-
-def printed_selective_flops(model: ModelSpec, samples: int) -> float:
-    """FLOPs per step with selective recomputation as Korthikanti+ print them, eq. 8.
-
-    72 b s l h^2 (1 + s/(3h) + V/(12 l h)). By the text, the two products of the attention core are
-    computed once more, 4 b s^2 h per block, which gives s/(6h) + s/(18h) = 2s/(9h). Eq. 8 counts
-    this recomputation three times, and so do the hardware utilisations of table 5, and the 2.7 %
-    and 1.6 % of sec. 5, which should be 0.9 % and 0.5 %. `needs.step_flops` counts it once.
-    """
-    once = needs.step_flops(model, samples, recompute="selective")
-    plain = needs.step_flops(model, samples)
-    return plain + 3 * (once - plain)
 
 
 def days_by_parameters(params: float, *, tokens: float, devices: int, flops: float) -> float:
