@@ -203,10 +203,6 @@ class Search:
                 fitting, fastest = fitting + 1, min(fastest, self.simulated[at])
 
     @property
-    def devices(self) -> int:
-        return self.best.world_size
-
-    @property
     def best(self) -> Plan:
         return self.plans[0]
 

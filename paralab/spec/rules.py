@@ -127,6 +127,8 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
     def legal(s: Any) -> str:
         value, n = getattr(s, name), parts(s)
         if name == "heads":
+            if s.hidden % n:
+                return f"another tp: no multiple of {n} divides hidden={s.hidden}"
             return f"a multiple of {n} that divides hidden={s.hidden}, or another tp"
         if name == "hidden":
             n = lcm(n, s.heads)  # hidden is divisible by heads, too
