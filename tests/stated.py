@@ -59,13 +59,11 @@ def as_measured(
     idle: float = 0.0,
     beside: float = 0.0,
     nodes: Sequence[int] = (),
-    trip: float = 0.0,
 ) -> pl.Report:
     """What a machine would have measured whose wall clock runs ``wall`` times slower.
 
     cost  of every computation over the predicted;  idle  seconds outside spans in every step;
-    beside  processor seconds of each rank's other threads in every step;  nodes  of the ranks;
-    trip  seconds of a round trip between nodes
+    beside  processor seconds of each rank's other threads in every step;  nodes  of the ranks
     """
     tables = {}
     for name in ("spans", "collectives", "steps"):
@@ -78,7 +76,6 @@ def as_measured(
     tables["steps"]["beside"] = beside
     tables["spans"]["cost"] *= cost
     meta = {"cores": cores, "optimizer": "adamw", "device": "cpu", "nodes": list(nodes)}
-    meta["clock_offsets"] = {"uncertainty_s": [0.0, trip / 2]}
     return dataclasses.replace(
         report, clock="measured", cluster=None, memory=None, meta=meta, **tables
     )

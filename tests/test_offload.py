@@ -55,10 +55,10 @@ def test_four_bytes_a_parameter_is_what_zero_offload_moves():
     assert not {"gradients", "optimizer"} & between_steps.keys()
 
 
-@pytest.mark.parametrize("asked", [link_bytes, file_bytes])
-def test_bytes_of_what_is_no_plan_or_no_optimizer_are_refused(asked):
-    refuses("plan=.*; legal: ", asked, SMALL, None, optimizer="adamw")
-    refuses("optimizer=.*; legal: ", asked, SMALL, NVME, optimizer="adam")
+def test_bytes_of_what_is_no_plan_or_no_optimizer_are_refused():
+    for asked in (link_bytes, file_bytes):
+        refuses("plan=.*; legal: ", asked, SMALL, None)
+    refuses("optimizer=.*; legal: ", file_bytes, SMALL, NVME, optimizer="adam")
 
 
 @pytest.mark.parametrize("knob", ["h2d", "d2h", "disk"])

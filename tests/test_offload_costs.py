@@ -123,21 +123,12 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
 
 # ---- refusals ----
 REFUSED = {
-    "fwd-bwd='cpu': its work grows with the batch": (costs.cut_volume, placed("fwd-bwd")),
+    "fwd-bwd='cpu': unknown choice; legal: 'gpu'": (costs.cut_volume, placed("fwd-bwd")),
     "p16='nvme': unknown choice": (costs.cut_volume, {**placed(), "p16": "nvme"}),
-    "node='g32': unknown choice": (costs.gpu_memory, {**placed(), "g32": CPU}),
-    "no device for .*p16": (costs.gpu_memory, {}),
+    "fwd-bwd=None: unknown choice": (costs.gpu_memory, {}),
     "assignment='gpu': not a dict": (costs.cut_volume, "gpu"),
     "update='nvme': unknown choice; legal: 'gpu' | 'cpu'": (costs.cuts, "nvme"),
-    "batch=0: out of range": (costs.ait_optimizer, 0, 8),
-    "seq_len=0: out of range": (costs.ait_optimizer, 1, 0),
     "efficiency=1: without overlap, ev": (costs.bandwidth_needed, 1, 512, PEAK),
-    "efficiency=0: out of range": (costs.bandwidth_needed, 0, 512, PEAK),
-    "ait=0: out of range": (costs.bandwidth_needed, 0.5, 0, PEAK),
-    "peak_flops=0: out of range": (costs.bandwidth_needed, 0.5, 512, 0),
-    "flops_per_step=0: out of range": (costs.efficiency, 0, 8, 1, 1),
-    "bytes_per_step=-8: out of range": (costs.efficiency, 1, -8, 1, 1),
-    "bandwidth=nan: not finite": (costs.efficiency_overlapped, 1, 8, 1, float("nan")),
 }
 
 

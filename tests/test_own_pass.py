@@ -235,7 +235,6 @@ GRAD = ("grad", 0, 0)
     (lambda code: [*code, Instr(RESCALE)], "adapts a loss scale"),
     (lambda code: [*code, Instr(WAIT)], "waits for nothing; legal: wait(call)"),
     (lambda code: [*code, Instr(FORWARD)], "has at=0, not a range of ops"),
-    (lambda code: [*code, Instr(FORWARD, ("tp", "shared"))], "', 'shared'), not a range of ops"),
     (lambda code: [*code, Instr(FORWARD, (0, 999))], "has at=(0, 999), not a range of ops"),
     (lambda code: [*code, Instr(UPDATE, 0, -1, 0)], "names no unit to update or no gradient"),
     (lambda code: [*code, Instr(UPDATE, reads=(GRAD,))], "names no unit to update or no gradient"),

@@ -18,7 +18,6 @@ from paralab.parallel.schedules import build as build_schedule
 from paralab.report import metrics
 from paralab.theory.ideal import bubbles
 from paralab.theory.pipeline import bubble_formula, simulate
-from paralab.theory.schedule_check import ScheduleError
 from refusals import refuses
 
 # Zero Bubble (Qi+ 2023, arXiv:2401.10241). Table 6: measured milliseconds of TF, TB, TW, Tcomm.
@@ -144,7 +143,7 @@ def test_the_bubble_is_that_of_the_report_which_has_no_formula_of_another_schedu
 def test_a_schedule_that_cannot_run_is_refused_not_simulated():
     crossed = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     for lists, said in ((crossed, "deadlock"), ([["0F0"]], "missing")):
-        with pytest.raises(ScheduleError, match=said):
+        with pytest.raises(ValueError, match=said):
             simulate(lists, forward=1, backward=1)
 
 

@@ -12,14 +12,14 @@ from lowered import lower
 from paralab.parallel.schedules import SCHEDULES, Action, build, gpipe, one_f_one_b
 from paralab.programs.compile import compiled
 from paralab.theory.pipeline import simulate
-from paralab.theory.schedule_check import ScheduleError, validate
+from paralab.theory.schedule_check import validate
 from refusals import refuses
 
 
-def refused(schedule, **more) -> ScheduleError:
-    with pytest.raises(ScheduleError) as caught:
+def refused(schedule, **more) -> str:
+    with pytest.raises(ValueError, match="; legal: ") as caught:
         validate(schedule, **more)
-    return caught.value
+    return str(caught.value)
 
 
 # ---- one fault each -----------------------------------------------------------------------------
@@ -41,21 +41,19 @@ def refused(schedule, **more) -> ScheduleError:
 ])  # fmt: skip
 def test_each_fault_is_named_by_rank_and_action(lists, rank, position, action, said):
     error = refused(lists)
-    assert (error.rank, error.position, error.action) == (rank, position, action)
-    assert said in str(error) and "; legal: " in str(error)
     place = f"schedule[{rank}][{position}]" if position >= 0 else f"missing in schedule[{rank}]"
-    assert str(error).startswith(f"{place}={action!r}")
+    assert said in error and error.startswith(f"{place}={action!r}")
     for use in (lower, lambda lists: simulate(lists, forward=1, backward=1)):
-        with pytest.raises(ScheduleError):
+        with pytest.raises(ValueError, match=action):
             use(lists)
 
 
 def test_what_was_asked_for_is_held_against_the_lists():
     schedule = gpipe(2, 3)
     validate(schedule, microbatches=3, stages=2)
-    assert refused(schedule, microbatches=4).action == "0F3"
-    assert refused(schedule, microbatches=2).action == "0F2"
-    assert refused(schedule, stages=4).action == "2F0"
+    for more, action in (({"microbatches": 4}, "0F3"), ({"microbatches": 2}, "0F2")):
+        assert "schedule[0]" in (error := refused(schedule, **more)) and f"={action!r}" in error
+    assert "='2F0'" in refused(schedule, stages=4)
     refuses("stages=3.*a multiple of 2", validate, schedule, stages=3)
     refuses("one list of actions per rank", validate, [])
 
@@ -71,13 +69,12 @@ def test_an_action_of_nonsense_is_refused(odd):
 # ---- deadlock -----------------------------------------------------------------------------------
 def test_a_deadlock_is_explained_by_its_circle_of_waits():
     error = refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
-    assert error.waits == ((0, "0B0", "1B0", 1), (1, "1F1", "0F1", 0))
-    assert (error.rank, error.position, error.action) == (0, 1, "0B0")
+    assert error.startswith("schedule[0][1]='0B0'")
     assert (
         "rank 0 waits at 0B0, which needs 1B0 of rank 1, but there 1B0 comes after 1F1; rank 1 "
-        "waits at 1F1, which needs 0F1 of rank 0, but there 0F1 comes after 0B0" in str(error)
+        "waits at 1F1, which needs 0F1 of rank 0, but there 0F1 comes after 0B0" in error
     )
-    assert str(error).endswith("for instance 1B0 before 1F1 on rank 1")
+    assert error.endswith("for instance 1B0 before 1F1 on rank 1")
     validate(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"])  # what it proposes
 
 
@@ -87,15 +84,14 @@ def test_ranks_outside_the_circle_are_left_out_of_it():
     (r, i), (_, j) = at["3B0"], at["3F2"]
     rows[r].insert(i, rows[r].pop(j))  # the last rank wants 3F2 before 3B0; rank 2 cannot have it
     error = refused(rows)
-    assert [w[0] for w in error.waits] == [2, 3]
+    assert error.count(" waits at ") == 2 and "rank 2 waits" in error and "rank 3 waits" in error
 
 
 def test_a_rank_can_wait_for_itself_and_in_the_circle_for_what_another_waits_at():
-    assert refused(["1F0 0F0 1B0 0B0"]).waits == ((0, "1F0", "0F0", 0),)
+    assert "rank 0 waits at 1F0, which needs 0F0 of rank 0" in refused(["1F0 0F0 1B0 0B0"])
     error = refused(["0F0 0B0 2F0 2B0", "1F0 1B0 3F0 3B0"])
-    assert error.waits == ((0, "0B0", "1B0", 1), (1, "1B0", "2B0", 0))
-    assert "needs 1B0 of rank 1; rank 1 waits" in str(error)
-    assert str(error).endswith("for instance 2B0 before 0B0 on rank 0")
+    assert "0B0, which needs 1B0 of rank 1; rank 1 waits at 1B0, which needs 2B0 of rank 0" in error
+    assert error.endswith("for instance 2B0 before 0B0 on rank 0")
 
 
 # ---- mutants ------------------------------------------------------------------------------------
@@ -171,11 +167,11 @@ def test_many_mutants_each_run_or_are_refused(mutant):
     rows, m, stages = mutant
     try:
         validate(rows, microbatches=m, stages=stages)
-    except ScheduleError as error:
+    except ValueError as error:
         assert not reference(rows, m, stages), error
         for use in (lower, lambda lists: simulate(lists, forward=1, backward=1)):
             if all(rows) and "deadlock" in str(error):
-                with pytest.raises(ScheduleError, match="deadlock"):
+                with pytest.raises(ValueError, match="deadlock"):
                     use(rows)
         return
     assert reference(rows, m, stages)

@@ -65,7 +65,7 @@ def search():
 
 def test_the_front_and_the_best_are_drawn(search):
     chart = pareto(search)
-    front = search.pareto()
+    front = search.front
     lines = [trace for trace in chart.data if trace.mode == "lines" and len(trace.x) == len(front)]
     assert len(lines) == 1
     assert all(trace.name for trace in chart.data if trace.showlegend)

@@ -16,6 +16,7 @@ therefore compiled as a whole (search.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -76,6 +77,9 @@ class Estimate:
         targets = np.where(self.zero == 0, self.tensors, self.units)
         what = optimizer == "adamw", self.item < 4, self.grad < 4
         self.update_calls = update_calls(self.units, targets, *what)
+        ops = ("all_reduce", "reduce_scatter", "all_gather")
+        self.over_shards = {op: self.collective(op, self.n) for op in ops}
+        self.gather_back = self.collective("all_gather", space.backward_shard_degree)
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
         sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload
@@ -130,9 +134,10 @@ class Estimate:
         """Seconds of a call by the bytes that a member sends, in groups of ``size`` ranks that are
         ``stride`` apart; without the rank's own time, which `calls` has.
         """
+        near = self.cluster.devices_per_node
 
         def figures(*row: int) -> list[float]:
-            algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
+            algorithms = list(self.cluster.ways(op, reach(near, *row)).values())
             return [number for algorithm in (algorithms[0], algorithms[-1]) for number in algorithm]
 
         columns = self.once(figures, size, stride, self.space.dp * self.space.tp * self.p).T
@@ -174,7 +179,7 @@ class Estimate:
         back, recompute = self.total("backward", "recompute", "weight"), self.total("recompute")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
-        message, longest, carried = self.messages()
+        message, longest, carried = self.messages
         posted = posted + (not overlap) * 2 * messages * message  # is paid for at both ends
         gathered, returned, during = self.gathering(forward, back, overlap)
         per_rank, back = forward + gathered + back + returned + posted, back + returned
@@ -219,6 +224,7 @@ class Estimate:
         found = idle_seconds(self.p, self.m, self.v, through, mine, weights, fill, ahead)
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
+    @cached_property
     def messages(self) -> tuple[Array, Array, Array]:
         """Seconds of a message, of b s h elements or of a part and the gather after it: the mean,
         and the longest; and of the longest those until its link carries the next one.
@@ -271,9 +277,8 @@ class Estimate:
         as far as it lasts (ZeRO, arXiv:1910.02054, sec. 7.2.2); the last reduction delays the next
         gather. Reduced gradients are then added to the sum so far.
         """
-        scatter = self.collective("reduce_scatter", self.n)
+        scatter = self.over_shards["reduce_scatter"]
         weights, upload, disk = self.place("parameters"), self.tier("h2d"), self.tier("disk")
-        degrees = (self.n, self.space.backward_shard_degree)  # in forward, in backward
 
         def fetch_seconds(elements: Array, gather: Seconds) -> tuple[Array, ...]:
             """Seconds on each lane to the device: the gather, the host's link, the disk."""
@@ -281,7 +286,7 @@ class Estimate:
             return gather(elements), (weights > 0) * upload(size), (weights == 2) * disk(size)
 
         unit, block, units = self.psi / self.units, self.parts.block.elements, self.units
-        gathers = [self.collective("all_gather", n) for n in degrees]
+        gathers = self.over_shards["all_gather"], self.gather_back  # in forward, in backward
         first, first_back = (self.v * sum(fetch_seconds(block, gather)) for gather in gathers)
         lanes, lanes_back = (fetch_seconds(unit, gather) for gather in gathers)
         slowest, scatter_seconds = units * together(lanes, overlap), units * scatter(unit)
@@ -310,8 +315,7 @@ class Estimate:
         """
         units, zero, updated = self.units, self.zero, self.updated
         unit, dp, tp = self.psi / units, self.space.dp, self.space.tp
-        ops = ("all_reduce", "reduce_scatter", "all_gather")
-        reduce, scatter, gather = (self.collective(op, self.n)(unit) for op in ops)
+        reduce, scatter, gather = (seconds(unit) for seconds in self.over_shards.values())
         stays = self.place("optimizer") == 0
         update = stays * self.kernels(updated * self.update_bytes, self.update_calls)
         call = self.calls(update / units)

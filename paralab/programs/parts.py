@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import namedtuple
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from math import prod
 
@@ -21,10 +22,9 @@ from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.memory import GRADIENTS, moments
 from paralab.interpret.serial import Serial
 from paralab.interpret.time import walked
-from paralab.model.build import build
 from paralab.parallel.buckets import units
 from paralab.parallel.schedules import SPLIT
-from paralab.programs.compile import compiled
+from paralab.programs.compile import compiled, laid_out
 from paralab.programs.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -169,6 +169,7 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
     one_block, width = model.replace(layers=1), len(PartFigures._fields)
     layout_codes = numbered(space.splits, *(space.codes[name] for name in LAYOUT))
     table = np.empty((3 * width + len(Parts._fields) - 3, len(space)))
+    known: dict[Plan, Program] = {}
     for layout in np.unique(layout_codes):
         plans_of_layout = np.flatnonzero(layout_codes == layout)
         samples, example = space.microbatch_size[plans_of_layout], space[plans_of_layout[0]]
@@ -176,27 +177,41 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
         plan = Plan(
             **{name: getattr(example, name) for name in LAYOUT},
             schedule=SPLIT[0] if space.splits[plans_of_layout[0]] else "1f1b",
-            microbatch_size=fewest,
         )
-        machine = _of_group(cluster, reach(cluster, plan.tp, 1, example.world_size))
-        programs = [compiled(one_block, plan)]
-        if most > fewest:
-            plan = plan.replace(microbatch_size=most)
-            programs.append(replace(programs[0], plan=plan, model=build(one_block, plan)))
-        figures = [np.array(parts(program, machine))[:, None] for program in programs]
+        group = reach(cluster.devices_per_node, plan.tp, 1, example.world_size)
+        machine = _of_group(cluster, group)
+        figures = []
+        for size in (fewest, most)[: 1 + (most > fewest)]:
+            program = _compiled(one_block, plan.replace(microbatch_size=size), known)
+            figures.append(np.array(parts(program, machine)))
         share = (samples - fewest) / max(most - fewest, 1)
-        table[:, plans_of_layout] = figures[0] + share * (figures[-1] - figures[0])
+        first, last = figures[0], figures[-1]
+        table[:, plans_of_layout] = first[:, None] + share * (last - first)[:, None]
     three = (PartFigures(*table[i * width : (i + 1) * width]) for i in range(3))
     return Parts(*three, *table[3 * width :])
 
 
-def reach(cluster: Cluster, size: int, stride: int, world: int) -> Reach:
+def _compiled(model: ModelSpec, plan: Plan, known: dict[Plan, Program]) -> Program:
+    """The program of one micro-batch. Its instructions depend neither on the number of samples nor,
+    of "1d", on how many ranks there are beyond one; so most come from ``known`` programs.
+    """
+    degree = min(plan.tp, 2) if plan.tp_mode == "1d" else plan.tp
+    alike = plan.replace(tp=degree, microbatch_size=1)
+    if alike not in known:
+        known[alike] = compiled(model, plan)
+        return known[alike]
+    program = laid_out(model, plan, optimizer="adamw", clips=False)
+    return replace(program, codes=known[alike].codes)
+
+
+@lru_cache(maxsize=1024)
+def reach(devices_per_node: int, size: int, stride: int, world: int) -> Reach:
     """The `Reach` of the group that is spread over most nodes, among all groups of ``size`` ranks
     that are ``stride`` apart.
     """
     first = np.arange(world - (size - 1) * stride)
     first = first[first // stride % size == 0]
-    groups = (first[:, None] + stride * np.arange(size)) // cluster.devices_per_node
+    groups = (first[:, None] + stride * np.arange(size)) // devices_per_node
     placements = np.unique(groups - groups[:, :1], axis=0).tolist()
     return furthest(Reach.of(group, int) for group in placements)
 

@@ -128,7 +128,7 @@ class Search:
     best     the fastest plan of those that were compiled and fit
     plans    all plans, in the table's order
     losers() what each other choice would cost, and why
-    pareto() the front of time against memory
+    front    positions of the front of time against memory
     """
 
     def __init__(
@@ -203,10 +203,6 @@ class Search:
                 fitting, fastest = fitting + 1, min(fastest, self.simulated[at])
 
     @property
-    def devices(self) -> int:
-        return self.best.world_size
-
-    @property
     def best(self) -> Plan:
         return self.plans[0]
 
@@ -234,15 +230,11 @@ class Search:
             {n: pd.Series(column[which], dtype=column.dtype) for n, column in columns.items()}
         )
 
-    def pareto(self) -> pd.DataFrame:
-        """Plans that no other plan beats in both time and memory, fastest first, whether or not
-        they fit.
-        """
-        return self.rows(self.front).reset_index(drop=True)
-
     @cached_property
     def front(self) -> np.ndarray:
-        """Positions of the plans of `pareto`, which compares the estimated times."""
+        """Positions of the plans that no other plan beats in both estimated time and memory,
+        fastest first, whether or not they fit.
+        """
         order = np.lexsort((self.memory, self.closed))
         least = np.minimum.accumulate(self.memory[order])
         return order[np.r_[True, self.memory[order][1:] < least[:-1]]]

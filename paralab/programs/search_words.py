@@ -31,7 +31,7 @@ UNLIMITED = 2**62
 
 def counts(search: Any) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
-    plans, fits, devices = len(search.plans), int(search.fits.sum()), search.devices
+    plans, fits, devices = len(search.plans), int(search.fits.sum()), search.best.world_size
     room = f", {fits:,} fit{'s' * (fits == 1)} in {in_bytes(search.memory_limit)}"
     text = f"{count_of(plans, 'plan', ',')} on {count_of(devices, 'device', ',')}"
     return text + room * (search.memory_limit < UNLIMITED)

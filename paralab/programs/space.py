@@ -169,7 +169,6 @@ def values(
 
 def as_values(name: str, pinned: Any) -> tuple:
     """The values pinned for a field, one value or a list of them, each checked as by `Plan`."""
-    pinned = list(np.atleast_1d(pinned)) if isinstance(pinned, np.ndarray) else pinned
     several = isinstance(pinned, (list, tuple, set, range)) and name != "passes"
     listed = list(pinned) if several else [pinned]
     if not listed:

@@ -86,7 +86,6 @@ class Report(Tables):
     traffic, copied, peaks = amounts.traffic, amounts.copied, amounts.peaks
 
     bubbles = _Later("theory.ideal", "a bubble", own_devices=True)
-    algorithms = _Later("theory.algorithms")
 
     # ---- pictures and files -------------------------------------------------------------------
     timeline = _Later("view.timeline", "a timeline")

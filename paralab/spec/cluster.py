@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 from paralab import checks
 from paralab.checks import amount, checked, choice, count, illegal, instance
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
-from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
@@ -169,8 +168,6 @@ class Cluster(checks.Description):
 
     def reach(self, ranks: Sequence[int]) -> Reach:
         """How a group of ranks is spread over this cluster's nodes."""
-        if not len(ranks):
-            raise illegal("ranks", ranks, "a group without members", "one rank or more")
         return Reach.of(ranks, self.node_of)
 
     @cached_property
@@ -204,14 +201,10 @@ class Cluster(checks.Description):
         return (way.seconds(size), 0.0) if self.gpus else (size / way.bandwidth, way.latency)
 
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
-        """Seconds to copy ``size`` bytes over "h2d", "d2h" or "disk", at most ``limit`` bytes/s."""
-        choice("lane", lane, LINKS)
-        name = "disk" if lane == "disk" else "host"
-        link = getattr(self, name)
-        if link is None:
-            raise illegal(
-                "lane", lane, "the cluster does not state this link", f"Cluster({name}=Link(…))"
-            )
+        """Seconds to copy ``size`` bytes over "h2d", "d2h" or "disk", at most ``limit`` bytes/s;
+        the cluster has to state the link.
+        """
+        link = self.disk if lane == "disk" else self.host
         return max(link.seconds(size), size / limit if limit else 0.0)
 
     def host_seconds(self, size: Any, calls: Any) -> Any:
@@ -241,9 +234,9 @@ class Cluster(checks.Description):
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
         """``nodes`` machines known from the literature.
 
-        name  "dgx-v100" (of 16 devices), "dgx-a100" or "dgx-h100" (of 8). Rates are those that
-              published benchmarks reach, and kernels are fused as Megatron-LM's are. Each states
-              its link to the host, and none a disk: cluster.replace(disk=pl.Link(...))
+        name  "dgx-a100" or "dgx-h100", of 8 devices. Rates are those that published benchmarks
+              reach, and kernels are fused as Megatron-LM's are. Each states its link to the host,
+              and none a disk: cluster.replace(disk=pl.Link(...))
         """
         if not isinstance(name, str) or name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
@@ -294,7 +287,7 @@ def _dgx(
 ) -> dict:
     """The fields of a preset, see CLUSTER_PRESETS; figures in GB and GB/s.
 
-    peaks    {precision: FLOP/s of the data sheet}, of precisions that the device has
+    peaks    {precision: FLOP/s of the data sheet}
     reached  the share of these peaks that large products reach
     """
     rates = {name: reached * peak for name, peak in peaks.items()}
@@ -316,30 +309,24 @@ def _dgx(
 
 
 # From data sheets: dense peaks by precision; memory size and bandwidth; one-way GB/s of a port to
-# other nodes (HDR or NDR InfiniBand, one port per GPU; the DGX-2 has 8 for 16); PCIe x16 to the
-# host, one way; and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of
-# DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 of the ZeRO
-# papers: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10),
-# PCIe 3 to hosts with 6 channels of DDR4-2666 per socket; it has no products in bf16 or tf32.
+# other nodes (HDR or NDR InfiniBand, one port per GPU); PCIe x16 to the host, one way; and an
+# eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800). Disks
+# differ from site to site: state yours.
 #
 # Published measurements:
 # - Products: the best bf16 rate of any shape (stas00/ml-engineering, MAMF: 271.2 TFLOP/s of an
-#   A100, 794.5 of an H100), as a share of the peak. For other precisions and for a V100 nothing is
-#   published, so the same share is used (an H100 of ours reached 0.77 of its fp32 peak).
-# - All-reduces between 8 GPUs of a node: 134.5 GB/s for V100s and 229 for A100s, where they take at
-#   least 92 us for 14 messages, so 7 us each (VIA-Research/vTrain, its tables); 370 GB/s for H100s
-#   (a maintainer of NCCL, nccl-tests issue 212), without the faster reduction in the switches
-#   (NVLink SHARP). Between nodes 0.96 of the ports: 192 of 200 GB/s between DGX A100s (NCCL issue
-#   812).
+#   A100, 794.5 of an H100), as a share of the peak. For other precisions nothing is published, so
+#   the same share is used (an H100 of ours reached 0.77 of its fp32 peak).
+# - All-reduces between 8 GPUs of a node: 229 GB/s for A100s, where they take at least 92 us for 14
+#   messages, so 7 us each (VIA-Research/vTrain, its tables); 370 GB/s for H100s (a maintainer of
+#   NCCL, nccl-tests issue 212), without the faster reduction in the switches (NVLink SHARP).
+#   Between nodes 0.96 of the ports: 192 of 200 GB/s between DGX A100s (NCCL issue 812).
 #
 # Fitted to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
 # of the memory's bandwidth, and 30 us per kernel for Megatron-LM's host program.
-_V100 = {"fp32": 15.7e12, "fp16": 125e12}
 _A100 = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
 _H100 = {"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp16": 989e12}
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-v100": _dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16)
-    | {"devices_per_node": 16, "ports": 8},
     "dgx-a100": _dgx(_A100, 271.2 / 312, 80, 2039, 229, 25, 31, 51),
     "dgx-h100": _dgx(_H100, 794.5 / 989, 80, 3350, 370, 50, 63, 77),
 }

@@ -38,16 +38,6 @@ def saved(form: Any) -> bool:
     return isinstance(form, str) and form.startswith(OWN_FORM)
 
 
-def check_grad_sync(name: str, form: Any) -> str | None:
-    """The name of a form, or None, which leaves the gradients to the plan's passes."""
-    if callable(form):
-        why = "a plan is compiled before it runs, and what a class of your own does would be known "
-        legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that "
-        legal += "inserts the sums: passes=(f,)"
-        raise illegal(name, form_name(form), why + "only during the run", legal)
-    return choice(name, form, (*GRAD_SYNC_FORMS, None))
-
-
 def check_passes(name: str, forms: Any) -> tuple[Any, ...]:
     """The user's passes as a tuple. Raises if one of them cannot be called."""
     legal = "functions f(program) -> program, see paralab.programs.own"

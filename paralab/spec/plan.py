@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from paralab.checks import Description, checked, choice, count, flag, instance, one_of, whole
@@ -112,7 +113,9 @@ class Plan(Description):
     tp_overlap: bool = flag(True)
     partition_activations: bool = flag(False)
     partition_messages: bool = flag(False)
-    grad_sync: Any = checked(forms.check_grad_sync, "overlapped")
+    grad_sync: str | None = checked(
+        partial(choice, options=(*forms.GRAD_SYNC_FORMS, None)), "overlapped"
+    )
     bucket_bytes: int = count(4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=MANY)
     secondary_shard: int | None = count(None, at_most=MANY)

@@ -10,6 +10,7 @@ would be legal, before any process starts. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -86,6 +87,20 @@ SIZES = (
         f"seq_len) up to {MAX_ELEMENTS}, or the same without heads * seq_len if attention='sdpa'",
     ),
 )
+
+
+def _needed_grid(s: Any) -> str:
+    shape = {"2d": "a grid of q x q ranks", "3d": "a grid of q x q x q ranks"}
+    grids = "d grids of q x q ranks, " + (f"d={s.tp_depth}" if s.tp_depth else "d up to q")
+    return f"tp_mode={s.tp_mode!r} needs {shape.get(s.tp_mode, grids)}"
+
+
+def _degrees(s: Any) -> str:
+    """The smallest numbers of ranks that make a grid of this mode."""
+    fits = (tp for tp in range(1, MAX_RANKS + 1) if grid(tp, s.tp_mode, s.tp_depth).q)
+    return ", ".join(map(str, islice(fits, 12))) + ", ..."
+
+
 GRID = (
     Rule(
         "tp_depth",
@@ -96,8 +111,8 @@ GRID = (
     Rule(
         "tp",
         lambda s: s.grid.q > 0,
-        "tp_mode={s.tp_mode!r} needs {s.grid.shape}",
-        "{s.grid.sizes}",
+        _needed_grid,
+        _degrees,
     ),
 )
 
@@ -112,7 +127,9 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
     def legal(s: Any) -> str:
         value, n = getattr(s, name), parts(s)
         if name == "heads":
-            return _heads(s, n)
+            if s.hidden % n:
+                return f"another tp: no multiple of {n} divides hidden={s.hidden}"
+            return f"a multiple of {n} that divides hidden={s.hidden}, or another tp"
         if name == "hidden":
             n = lcm(n, s.heads)  # hidden is divisible by heads, too
         nearest = sorted({max(n, value // n * n), (value // n + 1) * n})
@@ -120,26 +137,6 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
         return f"a multiple of {n}, such as {' or '.join(map(str, nearest))}{beyond}"
 
     return Rule(name, lambda s: getattr(s, name) % parts(s) == 0, why, legal)
-
-
-def _heads(s: Any, n: int) -> str:
-    """Legal numbers of heads for n parts. Heads also have to divide hidden; if no number does both,
-    legal values of tp instead.
-    """
-    divides = f"divides hidden={s.hidden}"
-    if s.hidden % n == 0:
-        fits = (heads for heads in range(n, s.hidden + 1, n) if s.hidden % heads == 0)
-        return f"a multiple of {n}, such as {_nearest(s.heads, fits)}, that {divides}"
-    grids = {tp: grid(tp, s.tp_mode, s.tp_depth) for tp in range(1, 2 * s.tp + 1)}
-    fits = (tp for tp, g in grids.items() if g.q and s.heads % g.q == s.hidden % g.hidden == 0)
-    return f"tp such as {_nearest(s.tp, fits)} (no multiple of {n} {divides})"
-
-
-def _nearest(value: int, candidates: Iterable[int]) -> str:
-    """The nearest numbers below and above ``value`` among rising candidates: "2 or 4"."""
-    rising = list(candidates)
-    below, above = [n for n in rising if n < value], [n for n in rising if n > value]
-    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 TENSOR = (

@@ -32,35 +32,15 @@ def derived(function: Callable[..., Any]) -> Callable[..., Any]:
 class Grid(NamedTuple):
     """The grid of a tp group: ``depth`` squares of q x q ranks; q = 0 if tp makes no such grid.
 
-    stated  the depth that the plan states, or None
     heads, vocab, hidden, microbatch_size  numbers of equal parts that the group makes of these
     """
 
-    mode: str
     q: int
     depth: int
-    stated: int | None
     heads: int
     vocab: int
     hidden: int
     microbatch_size: int
-
-    @property
-    def shape(self) -> str:
-        """The grid that the mode needs, as text."""
-        if self.mode == "2.5d":
-            depth = f"d={self.stated}" if self.stated else "d up to q"
-            return f"d grids of q x q ranks, {depth}"
-        return "a grid of q x q x q ranks" if self.mode == "3d" else "a grid of q x q ranks"
-
-    @property
-    def sizes(self) -> str:
-        """The smallest numbers of ranks that make such a grid, as text."""
-        ranks = {q ** (3 if self.mode == "3d" else 2) for q in range(1, 13)}
-        if self.mode == "2.5d":
-            depths = [self.stated] if self.stated else range(1, 9)
-            ranks = {d * q * q for q in range(1, 9) for d in depths if self.stated or d <= q}
-        return ", ".join(map(str, sorted(ranks)[:12])) + ", ..."
 
 
 @derived
@@ -77,7 +57,7 @@ def grid(tp: int, tp_mode: str, tp_depth: int | None) -> Grid:
     rows = q or 1
     entries = rows**2 if tp_mode == "3d" else rows
     cut = (1, 1) if tp_mode == "1d" else (entries, rows * (depth or 1))  # hidden and samples
-    return Grid(tp_mode, q, depth, tp_depth, rows, entries, *cut)
+    return Grid(q, depth, rows, entries, *cut)
 
 
 @derived

@@ -165,33 +165,23 @@ def _same_subject(expect: Tables, report: Tables) -> None:
             why = "no model of the library was trained, so there is no prediction to compare with"
             legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
             raise illegal(name, tables, why, legal)
-    if expect.world_size != (ranks := len(facts.reported_ranks(report))):
-        counted = f"{expect.world_size} rank{'s were' if expect.world_size != 1 else ' was'}"
-        raise ValueError(
-            f"world_size: {counted} predicted, and the run had {ranks}; legal: a prediction for as "
-            "many ranks"
-        )
+    settings = [("world_size", expect.world_size, len(facts.reported_ranks(report)))]
     for name in ("model", "plan"):
         # In the form of files, which has the name of a user's class or function in its place, so
         # that loaded reports can be compared too.
         ours, theirs = getattr(expect, name).to_dict(), getattr(report, name).to_dict()
-        for setting, x in ours.items():
-            if x != (y := theirs[setting]):
-                raise ValueError(
-                    f"{name}.{setting}: {x!r} was predicted, {y!r} was run; predict what was run: "
-                    "pl.predict(report.model, report.plan)"
-                )
+        settings += [(f"{name}.{setting}", x, theirs[setting]) for setting, x in ours.items()]
+    optimizers = [tables.meta.get("optimizer") for tables in (expect, report)]
+    settings += [("optimizer", *optimizers)] * all(optimizers)
+    for name, x, y in settings:
+        if x != y:
+            legal = "a prediction of what was run"
+            raise ValueError(f"{name}: {x!r} was predicted, {y!r} was run; legal: {legal}")
     if device_of(report) == "cuda" and not expect.cluster.gpus:
         why = "the run was on GPUs, and this prediction is for CPUs"
         legal = "pl.predict(report.model, report.plan, cluster=...) with the machine of the run, "
         legal += "which is pl.Cluster.local(device='cuda') there, or with a preset"
         raise illegal("cluster", expect.cluster.name, why, legal)
-    x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")
-    if x and y and x != y:
-        raise ValueError(
-            f"optimizer: {x!r} was predicted, {y!r} was run; predict what was run: "
-            f"pl.predict(report.model, report.plan, optimizer={y!r})"
-        )
 
 
 # ---- quantities -------------------------------------------------------------------------------

@@ -104,27 +104,6 @@ class ClusterFit:
     errors: tuple[float, ...]
     null: tuple[float, ...]
 
-    def table(self) -> Any:
-        """A pandas DataFrame with a row per run: measured seconds, and errors out of sample (%)."""
-        import pandas as pd
-
-        rows = [
-            {
-                "model (B)": run.model.num_params / 1e9,
-                "dp": run.plan.dp,
-                "tp": run.plan.tp,
-                "pp": run.plan.pp,
-                "micro-batch": run.plan.microbatch_size,
-                "measured (s)": run.seconds,
-                "out of sample (%)": 100 * error,
-                "one rate for everything (%)": 100 * null,
-            }
-            for run, error, null in zip(
-                self.runs, self.errors or [math.nan], self.null or [math.nan], strict=True
-            )
-        ]
-        return pd.DataFrame(rows)
-
     def __repr__(self) -> str:
         count = len(self.runs)
         lines = [f"fitted to {count_of(count, 'run')}: {summary(self.inside)}"]
@@ -143,21 +122,19 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def fit_cluster(
-    model_runs: Iterable[Any] | Mapping[ModelSpec, Any],
+    model_runs: Iterable[Any],
     cluster: Cluster,
     *,
     by: Callable[[Run], Hashable] | None = None,
 ) -> ClusterFit:
     """The cluster that predicts these iterations best, and its accuracy out of sample.
 
-    model_runs  (model, plan, seconds per iteration), a handful or many; or
-                {model: [(plan, seconds), ...]}; or reports of runs
+    model_runs  (model, plan, seconds per iteration), a handful or many; or reports of runs
     cluster     what is known of the machine: a preset, or figures of your own
     by          a function of a run to its group, which is left out together; default: its model
 
     This takes a few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`,
-    ``constants`` has the changed figures, ``table()`` a row per run. Raises ValueError naming the
-    run that is refused.
+    ``constants`` has the changed figures. Raises ValueError naming the run that is refused.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
     instance("by", by, Callable | None, "a function of a run, or None", "function")
@@ -207,13 +184,6 @@ def _figure(cluster: Cluster, field: str, precision: str) -> float:
 
 def _runs(rows: Any) -> list[Run]:
     """The rows as runs. Raises ValueError naming the row that is not a run."""
-    if isinstance(rows, Mapping):
-        rows = {m: list(s) if isinstance(s, Iterable) else [s] for m, s in rows.items()}
-        for pairs in rows.values():
-            if not all(isinstance(row, Sequence) for row in pairs):
-                legal = "{model: [(plan, seconds per iteration), ...]}"
-                raise illegal("model_runs", pairs, "not a list of pairs", legal)
-        rows = [(model, *pair) for model, pairs in rows.items() for pair in pairs]
     runs = []
     for number, row in enumerate(rows if isinstance(rows, Iterable) else ()):
         with _naming_run(number, row):

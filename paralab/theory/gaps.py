@@ -88,17 +88,12 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     ranks, cores = facts.shared_cores(report, expect.cluster.cores)
     theirs, modelled = (facts.machines(each) for each in (report, expect))
     if len(theirs) > len(modelled):
-        trip = 2 * facts.clock_uncertainty(report)
-        alpha = f"{trip:.2g}" if (gloo := facts.device_of(report) == "cpu") and trip else "…"
-        link = f", inter=pl.Link(alpha={alpha}, bandwidth=…))"
-        link += ", with the round trip that the ranks measured" * (alpha != "…")
-        link += "; torchrun … -m paralab doctor --calibrate on these nodes measures the link" * gloo
-        if known := expect.cluster.inter != expect.cluster.intra:
-            link = "), which states the link between nodes"
+        shape = f"nodes={len(theirs)}, devices_per_node={max(theirs.values())}"
+        calibrate = ", as torchrun … -m paralab doctor --calibrate measures it"
         yield (
-            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}"
-            f"{', without a link between nodes' * (not known)}: predict for cluster.replace("
-            f"nodes={len(theirs)}, devices_per_node={max(theirs.values())}{link}."
+            f"The run was on {len(theirs)} nodes, prediction and replay are on {len(modelled)}: "
+            f"predict for cluster.replace({shape}), whose inter is the link between the nodes"
+            f"{calibrate * (facts.device_of(report) == 'cpu')}."
         )
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."

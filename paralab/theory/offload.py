@@ -35,17 +35,14 @@ from paralab.spec import ModelSpec, Plan
 from paralab.spec.tiers import LINKS, WAYS
 
 
-def link_bytes(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
-) -> dict[str, dict[str, int]]:
-    """{link: {category: bytes}} that ``rank`` moves in a step; links are `tiers.WAYS`."""
+def link_bytes(model: ModelSpec, plan: Plan) -> dict[str, dict[str, int]]:
+    """{link: {category: bytes}} that rank 0 moves in a step of AdamW; links are `tiers.WAYS`."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
-    at = plan.place(rank).pp
-    program = quick.program_of(model, plan, optimizer, at)
+    program = quick.program_of(model, plan, "adamw", 0)
     links = {link: {} for link in WAYS}
-    for ins in program.codes[at]:
+    for ins in program.codes[0]:
         if ins.op == COPY and ins.lane in LINKS:
-            copy = moved(program, ins, at)
+            copy = moved(program, ins, 0)
             parts = links[ins.lane if copy.op == "copy" else f"disk {copy.op}"]
             parts[copy.category] = parts.get(copy.category, 0) + copy.bytes
     return links

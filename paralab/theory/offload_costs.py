@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-from paralab.checks import choice, illegal, instance, real, whole
+from paralab.checks import choice, illegal, instance
 
 GPU, CPU = "gpu", "cpu"
 
@@ -79,16 +79,10 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
+    """The device of every node; that of fwd-bwd is the GPU, as its work grows with the batch."""
     instance("assignment", assignment, Mapping, "one of cuts()", "dict {node: device}")
-    for name, device in assignment.items():
-        choice("node", name, tuple(HELD))
-        choice(name, device, (GPU, CPU))
-    if missing := ", ".join(name for name in HELD if name not in assignment):
-        why = f"no device for {missing}"
-        raise illegal("assignment", dict(assignment), why, "a device for every node")
-    if assignment["fwd-bwd"] == CPU:
-        raise illegal("fwd-bwd", CPU, "its work grows with the batch, beyond a CPU", "'gpu'")
-    return dict(assignment)
+    legal = dict.fromkeys(HELD, (GPU, CPU)) | {"fwd-bwd": (GPU,)}
+    return {name: choice(name, assignment.get(name), legal[name]) for name in HELD}
 
 
 # ---- ZeRO-Infinity, sec. 4: bandwidth ----
@@ -97,7 +91,7 @@ def ait_optimizer(batch: float, seq_len: int) -> float:
 
     P parameters have 16 P bytes of states, which are read and written once per step.
     """
-    return real("batch", batch, above=0.0) * whole("seq_len", seq_len, at_least=1) / 4
+    return batch * seq_len / 4
 
 
 def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
@@ -107,12 +101,10 @@ def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
     ait         arithmetic intensity, FLOPs per byte moved
     peak_flops  FLOP/s that one device reaches when it waits for nothing; the paper uses 70e12
     """
-    share = real("efficiency", efficiency, above=0.0)
-    if share >= 1:
+    if not 0 < efficiency < 1:
         why = "without overlap, every transfer costs time"
         raise illegal("efficiency", efficiency, why, "a number above 0 and below 1")
-    peak = real("peak_flops", peak_flops, above=0.0)
-    return share / (1 - share) * peak / real("ait", ait, above=0.0)
+    return efficiency / (1 - efficiency) * peak_flops / ait
 
 
 def efficiency(
@@ -124,7 +116,7 @@ def efficiency(
     bw + peak). bytes_per_step are those that cross the link: with gradients leaving the device and
     parameters returning, 4 per parameter in 16 bits, and 8 in paralab's fp32.
     """
-    compute, transfer = _seconds(flops_per_step, bytes_per_step, peak_flops, bandwidth)
+    compute, transfer = flops_per_step / peak_flops, bytes_per_step / bandwidth
     return compute / (compute + transfer)
 
 
@@ -136,11 +128,5 @@ def efficiency_overlapped(
     The paper has no such formula. The result is at most twice `efficiency`, and 1 where
     `efficiency` is 1/2 or more.
     """
-    compute, transfer = _seconds(flops_per_step, bytes_per_step, peak_flops, bandwidth)
+    compute, transfer = flops_per_step / peak_flops, bytes_per_step / bandwidth
     return compute / max(compute, transfer)
-
-
-def _seconds(flops: float, num_bytes: float, peak: float, bandwidth: float) -> tuple[float, float]:
-    compute = real("flops_per_step", flops, above=0.0) / real("peak_flops", peak, above=0.0)
-    moved = real("bytes_per_step", num_bytes, at_least=0.0)
-    return compute, moved / real("bandwidth", bandwidth, above=0.0)

@@ -140,7 +140,7 @@ def simulate(
                  and end together; they are drawn one after the other
     pairs        the texts of the actions of each pair: ("4F1", "3B0")
 
-    Raises ScheduleError, a ValueError, as `validate` does, if the schedule is not valid.
+    Raises ``ValueError``, as `validate` does, if the schedule is not valid.
     """
     schedule, order = checked(schedule, folded=folded)
     costs = {"forward": forward, "backward": backward, "weight_grad": weight_grad, "comm": comm}

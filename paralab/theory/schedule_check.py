@@ -28,40 +28,14 @@ from paralab.parallel.schedules import KINDS, Action, Schedule, actions
 from paralab.theory.order import Order, home, order, walk
 
 
-class ScheduleError(ValueError):
-    """A schedule cannot run; the error names the first fault.
-
-    rank, position  where the fault is; position -1: an action is missing from the rank's list
-    action          the faulty or missing action as text: "4F0"
-    waits           the cycle of a deadlock, for each of its ranks: (rank, the action that it waits
-                    at, the action that this one needs, the rank that has the needed action later in
-                    its list); () for other faults
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        position: int,
-        action: str,
-        why: str,
-        legal: str,
-        waits: Sequence[tuple[int, str, str, int]] = (),
-    ) -> None:
-        where = f"schedule[{rank}][{position}]" if position >= 0 else f"missing in schedule[{rank}]"
-        super().__init__(str(illegal(where, action, why, legal)))
-        self.rank, self.position, self.action = rank, position, action
-        self.waits = tuple(waits)
-
-
 def validate(
     schedule: Sequence[Sequence[Action | str]],
     *,
     microbatches: int | None = None,
     stages: int | None = None,
 ) -> None:
-    """Return if ``schedule`` can run; raise ScheduleError, a ValueError, for its first fault.
-
-    Lists that do not hold actions raise a plain ValueError.
+    """Return if ``schedule`` can run; raise ``ValueError`` for its first fault, with the rank, the
+    position in its list and the action.
 
     schedule      one list of actions (or of their text) per rank; stage s belongs on rank s % p
     microbatches  required number of micro-batches; default: as many as the lists mention
@@ -82,7 +56,7 @@ def checked(
 
     folded  as in `order.home`, which assigns stages to ranks
 
-    Raises ScheduleError for the first fault.
+    Raises ``ValueError`` for the first fault.
     """
     lists = actions(schedule)
     if not lists:
@@ -92,7 +66,7 @@ def checked(
         if not row:
             fewer = f", or {count_of(busy, 'list')}" * (busy > 0)
             legal = f"at least one action for every rank{fewer}"
-            raise ScheduleError(rank, -1, "everything", f"rank {rank} has nothing to do", legal)
+            raise _fault(rank, -1, "everything", f"rank {rank} has nothing to do", legal)
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):
         why = f"{len(lists)} ranks cannot have the same number of stages each"
         raise illegal("stages", stages, why, f"a multiple of {len(lists)}")
@@ -133,7 +107,7 @@ def timed(
     comm: np.ndarray | None = None,
     pairs: Mapping[int, int] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """(start, end) of every action by `walk`; raises ScheduleError if waits form a cycle."""
+    """(start, end) of every action by `walk`; raises ``ValueError`` if waits form a cycle."""
     start, end = walk(order, seconds, comm, pairs)
     if inf in end:
         raise _deadlock(order, end)
@@ -154,7 +128,13 @@ def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, st
     return stuck
 
 
-def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
+def _fault(rank: int, position: int, action: str, why: str, legal: str) -> ValueError:
+    """The error for an action in a rank's list; position -1: it is missing there."""
+    where = f"schedule[{rank}][{position}]" if position >= 0 else f"missing in schedule[{rank}]"
+    return illegal(where, action, why, legal)
+
+
+def _deadlock(order: Order, end: Sequence[float]) -> ValueError:
     """The error that names a cycle of waits. end: as in `standing`."""
     stuck = standing(order, end)
     rank, path = min(stuck), []
@@ -173,12 +153,12 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"
     legal = f"an order without the cycle, for instance {fix}"
     position = stuck[rank][0] - int(order.first[rank])
-    return ScheduleError(rank, position, action, why, legal, waits)
+    return _fault(rank, position, action, why, legal)
 
 
 def _first_fault(
     lists: Schedule, stages: int | None, microbatches: int | None, folded: bool
-) -> ScheduleError:
+) -> ValueError:
     """The error for a schedule that has no `Order`: the first faulty action in reading order, or
     else the first missing one.
     """
@@ -194,7 +174,7 @@ def _first_fault(
         for position, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches, folded)
             if fault := fault or _fault_within(action, seen):
-                return ScheduleError(rank, position, str(action), *fault)
+                return _fault(rank, position, str(action), *fault)
             seen[action] = (rank, position)
     for microbatch in range(microbatches):
         for stage in range(stages):
@@ -207,7 +187,7 @@ def _first_fault(
                 why = f"the {name} of stage {stage}, micro-batch {microbatch}, is in no list"
                 halves = " (or both halves, I and W)" if missing == "B" else ""
                 legal = f"{by_kind[missing]}{halves} in the list of rank {rank}"
-                return ScheduleError(rank, -1, str(by_kind[missing]), why, legal)
+                return _fault(rank, -1, str(by_kind[missing]), why, legal)
     raise AssertionError("no fault in a schedule without an order")
 
 

@@ -12,9 +12,9 @@ step:
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. PaLM
 (Chowdhery+ 2022, arXiv:2204.02311) defines model FLOPs utilisation (app. B), in place of the older
 hardware FLOPs utilisation, and counts 6 P + 12 l h s FLOPs per token; paralab counts those of the
-matrix products. Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) print both; their eq. 8 is
-`printed_selective_flops`. Both are for a whole step, from the first forward to the end of the
-update, so bubbles, messages and the optimizer lower them.
+matrix products. Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) print both. Both are for a whole
+step, from the first forward to the end of the update, so bubbles, messages and the optimizer lower
+them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Cost(NamedTuple):
     """The cost of a training run.
 
     params           parameters of the model
-    state_bytes      bytes of one whole copy of the model states
-    fewest_devices   devices that together hold these states, and nothing else
+    state_bytes      bytes of one whole copy of the model states, 18 per parameter ("megatron-bf16")
+    fewest_devices   devices of 80 GB that together hold these states, and nothing else
     saved_bytes      bytes of a checkpoint to resume from
     flops            FLOPs of the whole training, with recomputation
     days             from the first step to the last
@@ -81,19 +81,6 @@ def utilisation(
     return Utilisation(plain / possible, computed / possible)
 
 
-def printed_selective_flops(model: ModelSpec, samples: int) -> float:
-    """FLOPs per step with selective recomputation as Korthikanti+ print them, eq. 8.
-
-    72 b s l h^2 (1 + s/(3h) + V/(12 l h)). By the text, the two products of the attention core are
-    computed once more, 4 b s^2 h per block, which gives s/(6h) + s/(18h) = 2s/(9h). Eq. 8 counts
-    this recomputation three times, and so do the hardware utilisations of table 5, and the 2.7 %
-    and 1.6 % of sec. 5, which should be 0.9 % and 0.5 %. `needs.step_flops` counts it once.
-    """
-    once = needs.step_flops(model, samples, recompute="selective")
-    plain = needs.step_flops(model, samples)
-    return plain + 3 * (once - plain)
-
-
 def days_by_parameters(params: float, *, tokens: float, devices: int, flops: float) -> float:
     """Days to train, 8 T P / (n X): PTD-P, eq. 4, with activations recomputed.
 
@@ -112,27 +99,23 @@ def training_cost(
     devices: int,
     flops: float,
     recompute: bool | str = "full",
-    recipe: str = "megatron-bf16",
-    memory: int = 80 * 10**9,
     watts: float | None = None,
 ) -> Cost:
     """The cost of training ``model`` on ``tokens`` with ``devices`` that reach ``flops`` FLOP/s.
 
     flops      per device, with recomputation, as PTD-P's 140 to 163 TFLOP/s on A100s
     recompute  as in `needs.step_flops`
-    recipe     name of a recipe of bytes per parameter, see theory/needs.py
-    memory     bytes of one device
     watts      power of one device, with its share of the rest of the machine; None: no energy
     """
     days = needs.training_days(
         model, tokens=tokens, devices=devices, flops=flops, recompute=recompute
     )
-    states = sum(needs.model_states(model, recipe).values())
+    states = sum(needs.model_states(model, "megatron-bf16").values())
     seconds = devices * days * needs.SECONDS_PER_DAY
     return Cost(
         params=model.num_params,
         state_bytes=states,
-        fewest_devices=needs.devices_for(states, memory),
+        fewest_devices=needs.devices_for(states, 80 * 10**9),
         saved_bytes=SAVED_BYTES * model.num_params,
         flops=seconds * flops,
         days=days,

@@ -39,7 +39,7 @@ def pareto(search: Search) -> Chart:
     instance("search", search, Search, "what pl.plan_search(...) returns")
     shown = _drawn(search)
     total, fits = len(search.plans), search.fits
-    devices = count_of(search.devices, "device", ",")
+    devices = count_of(search.best.world_size, "device", ",")
     below = [f"estimates of {count_of(total, 'plan', ',')} on {devices}"]
     if len(shown) < total:
         below[0] += f", {len(shown):,} of them drawn, up to {SLOWER} times the best time and "

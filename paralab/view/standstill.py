@@ -30,7 +30,7 @@ ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time that ra
 def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule") -> Chart:
     """How far a schedule gets; F = 10 ms, B = 20 ms, I = W = 10 ms, links free.
 
-    Raises ScheduleError, a ValueError, if the lists are wrong in another way: an action is missing,
+    Raises ``ValueError`` if the lists are wrong in another way: an action is missing,
     there twice, on the wrong rank, or before one that it needs on its own rank.
     """
     from paralab.view.timeline import timeline

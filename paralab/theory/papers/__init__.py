@@ -4,12 +4,6 @@ Every function returns a pandas DataFrame with one row per row of the table. A c
 is the paper's figure, "..., recomputed" that of theory/ for the same settings; other columns are
 inputs. Tables that only check the formulas are in the tests.
 
-``rows=`` replaces the paper's rows by the reader's own, one or several, each a row of the table's
-kind (`ptdp.Row`, `ptdp.Days`, `korthikanti.Measured`) or a mapping of its fields. Figures that only
-a paper would print may be left out, and are then empty in the table:
-
-    papers.ptdp_table1(rows={"model": model, "plan": pl.Plan(dp=8, tp=8), "tflops": 140})
-
 "GB" is decimal in ZeRO and binary in ZeRO-Infinity, Korthikanti+ and DeepSpeed; columns say GB or
 GiB accordingly. A printed figure that does not follow from its own inputs stays as printed, and
 `errata` lists it.

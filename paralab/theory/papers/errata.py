@@ -53,8 +53,8 @@ PTD-P, sec. 5.6 | 33 % lower throughput
 Korthikanti+, table 5, 22B | MFU 41.5, HFU 43.7
     | 41.7, 43.8 | 1.10 s has three digits | papers.korthikanti_table5
 Korthikanti+, eq. 8 and 9 | s/(3h), a ratio of 1 + s/(6h)
-    | 2s/(9h), 1 + s/(18h) | its text: 4 b s^2 h once more in a block; table 5's HFU follow eq. 8
-    | training.printed_selective_flops
+    | 2s/(9h), 1 + s/(18h) | its text: 4 b s^2 h once more in a block, not three times; table 5's
+    HFU, and the 2.7 % and 1.6 % of sec. 5, follow eq. 8 | needs.step_flops
 """
 
 

@@ -7,7 +7,6 @@ and, but for the last row, no data parallelism. theory/activation_costs.py has t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -15,37 +14,36 @@ import pandas as pd
 from paralab.spec import ModelSpec
 from paralab.spec.model import megatron
 from paralab.theory import training
-from paralab.theory.papers.ptdp import PEAK
-from paralab.theory.papers.rows import NAN, rows_of
+
+PEAK = 312e12  # FLOP/s, 16-bit, of an A100
+NAN = float("nan")
 
 
 class Measured(NamedTuple):
-    """A row of table 5.
+    """A row of table 5; NaN where the paper prints nothing.
 
-    batch    samples per iteration
-    present  seconds per iteration with sequence parallelism and selective recomputation
     name     the model's name
+    batch    samples per iteration
     full     seconds per iteration with full recomputation
+    present  the same with sequence parallelism and selective recomputation
     gain     as printed: rise in throughput in %; ``mfu``, ``hfu``: utilisations in %
-    peak     peak FLOP/s of a device
     """
 
+    name: str
     model: ModelSpec
     devices: int
     batch: int
+    full: float
     present: float
-    name: str = ""
-    full: float = NAN
-    gain: float = NAN
-    mfu: float = NAN
-    hfu: float = NAN
-    peak: float = PEAK
+    gain: float
+    mfu: float
+    hfu: float
 
 
 def _row(name: str, *columns: Any) -> Measured:
-    heads, hidden, layers, devices, batch, full, present, *printed = columns
+    heads, hidden, layers, *measured = columns
     model = ModelSpec(**megatron(layers, hidden, heads), dropout=0.1)
-    return Measured(model, devices, batch, present, name, full, *printed)
+    return Measured(name, model, *measured)
 
 
 # From table 3: heads, hidden, layers, devices, batch. From table 5: seconds per iteration with full
@@ -60,20 +58,17 @@ TABLE_5 = (
 )
 
 
-def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = None) -> pd.DataFrame:
+def korthikanti_table5() -> pd.DataFrame:
     """Table 5: iteration times, throughput, and the two utilisations that follow from them; and as
     the last row the 530B model on 2240 devices (sec. 6.3).
 
-    rows  the reader's own rows instead, each a `Measured` or a mapping of its fields
-
-    "HFU (%), recomputed" is by the paper's eq. 8, which counts the attention core three times over
-    (`training.printed_selective_flops`); "HFU (%), counted once" is what its text describes.
+    "HFU (%), counted once" is what the paper's text describes; the printed ones follow its eq. 8,
+    which counts the recomputed attention core three times.
     """
     made = []
-    for row in rows_of(Measured, rows, TABLE_5):
-        used = {"seconds": row.present, "devices": row.devices, "peak": row.peak}
+    for row in TABLE_5:
+        used = {"seconds": row.present, "devices": row.devices, "peak": PEAK}
         once = training.utilisation(row.model, row.batch, recompute="selective", **used)
-        eq8 = training.printed_selective_flops(row.model, row.batch)
         made.append(
             {
                 "model": row.name,
@@ -86,7 +81,6 @@ def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = Non
                 "MFU (%), printed": row.mfu,
                 "MFU (%), recomputed": 100 * once.model,
                 "HFU (%), printed": row.hfu,
-                "HFU (%), recomputed": 100 * eq8 / (row.present * row.devices * row.peak),
                 "HFU (%), counted once": 100 * once.hardware,
             }
         )

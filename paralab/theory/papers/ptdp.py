@@ -10,14 +10,10 @@ over data-parallel ranks all at once, after the last backward (`--DDP-impl local
 tensor parallelism's messages at once: only after the paper, since 30 August 2021 (commit cf7efd4),
 does Megatron-LM overlap those of backward with the weight's gradient. Messages between stages are
 sent in parts (scatter/gather, sec. 4.1), which is the default of the scripts' version.
-
-Table 1 is a weak test of a prediction: 146 TFLOP/s for every row (`NULL_MODEL`) is only 6.1 % off
-on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -25,47 +21,32 @@ import pandas as pd
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.model import megatron
 from paralab.theory import needs, training
-from paralab.theory.papers.rows import NAN, rows_of
 
-PEAK = 312e12  # FLOP/s, 16-bit, of an A100
-NULL_MODEL = 146e12  # FLOP/s per device for any model: a prediction has to be better than this
+TOKENS = 300e9  # that table 2 trains on
 
 
 class Row(NamedTuple):
-    """A row of table 1.
-
-    tflops    TFLOP/s that a device reached
-    params    as printed: billions of parameters
-    percent   as printed: % of the peak that a device reached
-    pflops    as printed: PFLOP/s of all devices
-    peak      peak FLOP/s of a device
-    """
+    """A row of table 1: TFLOP/s that a device reached, and billions of parameters as printed."""
 
     model: ModelSpec
     plan: Plan
     tflops: float
-    params: float = NAN
-    percent: float = NAN
-    pflops: float = NAN
-    peak: float = PEAK
+    params: float
 
 
 class Days(NamedTuple):
     """A row of table 2.
 
     tflops  TFLOP/s that a device reached
-    scheme  name of the plan
     params  as printed: billions of parameters
-    days    as printed: days to train on ``tokens``
+    days    as printed: days to train on `TOKENS`
     """
 
     model: ModelSpec
     plan: Plan
     tflops: float
-    scheme: str = ""
-    params: float = NAN
-    days: float = NAN
-    tokens: float = 300e9
+    params: float
+    days: float
 
 
 def _plan(tp: int, pp: int, devices: int, batch: int, micro: int, zero_stage: int = 0) -> Plan:
@@ -76,28 +57,28 @@ def _plan(tp: int, pp: int, devices: int, batch: int, micro: int, zero_stage: in
 
 
 def _row(*columns: Any) -> Row:
-    params, heads, hidden, layers, *cut, tflops, percent, pflops, micro, chunks = columns
+    params, heads, hidden, layers, *cut, tflops, micro, chunks = columns
     plan = _plan(*cut, micro)
     if plan.pp > 1:
         plan = plan.replace(grad_sync="bucketed", bucket_bytes=2**40)
     if chunks > 1:
         plan = plan.replace(virtual_stages=chunks, schedule="interleaved")
-    return Row(ModelSpec(**megatron(layers, hidden, heads)), plan, tflops, params, percent, pflops)
+    return Row(ModelSpec(**megatron(layers, hidden, heads)), plan, tflops, params)
 
 
 # The columns of the paper: billions of parameters, heads, hidden, layers, tp, pp, devices, batch,
-# TFLOP/s, % of peak, PFLOP/s; then micro-batch size and chunks per rank, from run_table_1.sh.
+# TFLOP/s; then micro-batch size and chunks per rank, from run_table_1.sh.
 TABLE_1 = (
-    _row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4, 16, 1),
-    _row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8, 16, 1),
-    _row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2, 16, 1),
-    _row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6, 8, 1),
-    _row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8, 4, 1),
-    _row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8, 2, 3),
-    _row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1, 2, 2),
-    _row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4, 1, 2),
-    _row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2, 1, 3),
-    _row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0, 1, 1),
+    _row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
+    _row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 16, 1),
+    _row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16, 1),
+    _row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1),
+    _row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1),
+    _row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3),
+    _row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2),
+    _row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2),
+    _row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3),
+    _row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1),
 )
 MODELS_2 = {174.6: ModelSpec.preset("gpt3-175b"), 529.6: TABLE_1[8].model}
 
@@ -107,8 +88,7 @@ def _days(*columns: Any) -> Days:
     tp = min(8, model_parallel)
     stage = 3 * (model_parallel == 1)
     plan = _plan(tp, model_parallel // tp, devices, batch, micro, zero_stage=stage)
-    scheme = "ZeRO-3" if plan.zero_stage else "PTD-P"
-    return Days(MODELS_2[params], plan, tflops, scheme, params, days)
+    return Days(MODELS_2[params], plan, tflops, params, days)
 
 
 # The columns of the paper: billions of parameters, model-parallel size, batch, devices, micro-batch
@@ -142,19 +122,15 @@ def ptdp_models() -> list[tuple[ModelSpec, Plan]]:
     return [(row.model, row.plan) for row in TABLE_1]
 
 
-def ptdp_table1(rows: Iterable[Row | Mapping[str, Any]] | None = None) -> pd.DataFrame:
+def ptdp_table1() -> pd.DataFrame:
     """Table 1: ten models from 1.7 billion to a trillion parameters, on 32 to 3072 devices.
 
-    rows  the reader's own rows instead, each a `Row` or a mapping of its fields
-
-    "PFLOP/s, recomputed" is the TFLOP/s of a device times the devices; FLOPs and seconds per step
-    follow from eq. 3, with the plan's recomputation; the bubble is (p-1)/(v m), over ideal time.
+    FLOPs and seconds per step follow from eq. 3 and the printed TFLOP/s.
     """
     made = []
-    for row in rows_of(Row, rows, TABLE_1):
+    for row in TABLE_1:
         plan = row.plan
         flops = needs.step_flops(row.model, plan.global_batch, recompute=plan.recompute)
-        total = plan.world_size * row.tflops * 1e12
         made.append(
             {
                 "parameters (B), printed": row.params,
@@ -167,33 +143,22 @@ def ptdp_table1(rows: Iterable[Row | Mapping[str, Any]] | None = None) -> pd.Dat
                 "micro-batches": plan.microbatches,
                 "chunks": plan.virtual_stages,
                 "TFLOP/s per device, printed": row.tflops,
-                "TFLOP/s per device, recomputed": 1e3 * row.pflops / plan.world_size,
-                "PFLOP/s, printed": row.pflops,
-                "PFLOP/s, recomputed": total / 1e15,
-                "peak (%), printed": row.percent,
-                "peak (%), recomputed": 1e14 * row.tflops / row.peak,
                 "FLOPs per step": float(flops),
-                "seconds per step": flops / total,
-                "bubble over ideal": (plan.pp - 1) / (plan.virtual_stages * plan.microbatches),
-                "146 TFLOP/s is off by (%)": 100 * (NULL_MODEL / (row.tflops * 1e12) - 1),
+                "seconds per step": flops / (plan.world_size * row.tflops * 1e12),
             }
         )
     return pd.DataFrame(made)
 
 
-def ptdp_table2(rows: Iterable[Days | Mapping[str, Any]] | None = None) -> pd.DataFrame:
-    """Table 2: days for 300 billion tokens, exact, and by the paper's eq. 4, which is too low.
-
-    rows  the reader's own rows instead, each a `Days` or a mapping of its fields. Eq. 4 always
-          counts a second forward, the exact days the plan's recomputation
-    """
+def ptdp_table2() -> pd.DataFrame:
+    """Table 2: days for 300 billion tokens, exact, and by the paper's eq. 4, which is too low."""
     made = []
-    for row in rows_of(Days, rows, TABLE_2):
+    for row in TABLE_2:
         model, plan = row.model, row.plan
-        work = {"tokens": row.tokens, "devices": plan.world_size, "flops": row.tflops * 1e12}
+        work = {"tokens": TOKENS, "devices": plan.world_size, "flops": row.tflops * 1e12}
         made.append(
             {
-                "scheme": row.scheme,
+                "scheme": "ZeRO-3" if plan.zero_stage else "PTD-P",
                 "parameters (B), printed": row.params,
                 "parameters (B), recomputed": printed_params(model) / 1e9,
                 "model-parallel": plan.tp * plan.pp,
