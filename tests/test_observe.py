@@ -114,7 +114,6 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
-    assert "kernels" not in answers["What is not known?"]  # DDP gathers sizes, in its setup
 
 
 def averaged_by_hand():
@@ -152,8 +151,6 @@ def compiles():
 def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
     report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=HANG_S)
     assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
-    said = report.explain().get("What is not known?", "")
-    assert ("What a compiled program holds" in said) == (memory_steps > 0)
 
 
 def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothing_unknown():
@@ -201,7 +198,7 @@ def test_explain_does_not_judge_a_prefetch_whose_waits_it_has_not_seen():
     lines = answers["Are gathers prefetched?"].splitlines()
     assert len(lines) == 2 and all("not known" in line for line in lines)
     said = answers["What is not known?"]
-    assert "run on streams of their own" in said and "of gloo with tensors on a GPU" in said
+    assert "that FSDP or the program waits for" in said and "gloo with tensors on a GPU" in said
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tm
 
 
 PARAMETER = {"name": "w", "elements": 4, "held": 4, "bytes": 16, "trained": True, "cut": {"tp": 2}}
-PROGRAM = {"modules": ["FSDPModule"], "scratch": ["kernels"], "parameters": [PARAMETER]}
+PROGRAM = {"modules": ["FSDPModule"], "parameters": [PARAMETER]}
 FACTS = {
     "nodes": [0, 0], "cores": 2, "one_machine": True, "optimizer": "sgd", "steps": 2,
     "skipped_steps": 1, "compute": 0.5, "memory_limit": 100, "observed": [PROGRAM, PROGRAM],

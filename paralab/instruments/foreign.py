@@ -133,7 +133,6 @@ class Observer(Program):
         self.about["threads"] |= not self.is_main() and of_python()
         if not self.is_main() or "backward" in self.inside:
             return call()
-        self.about["closures"] |= "optimizer" in self.inside
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
             result = call()
@@ -220,7 +219,6 @@ class Observer(Program):
         What follows the last step is left out; a program without steps counts as one step.
         """
         self.describe()
-        self.about["scratch"] = self.ledger.scratch() if self.ledger is not None else []
         self.saw_nothing = not self.started and not self.calls.made
         if not self.started or (self.in_step and not self.step):
             self.end_step()

@@ -55,17 +55,16 @@ def untraced(function: Any) -> Any:
     return function
 
 
-def compile_again() -> bool:
+def compile_again() -> None:
     """Let torch.compile compile the code that it met under a dispatch mode, and would skip for good
-    otherwise. Code that is compiled stays compiled. Returns whether it has met any code.
+    otherwise. Code that is compiled stays compiled.
     """
     if "torch._dynamo" not in sys.modules:
-        return False
+        return
     from torch._dynamo.convert_frame import input_codes
 
     met = [code for reference in input_codes.seen if (code := reference()) is not None]
     _set_compiler_action("DEFAULT", *met)
-    return bool(met)
 
 
 def within_compiled() -> bool:

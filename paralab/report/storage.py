@@ -33,12 +33,11 @@ VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
 # Facts of meta that reports are asked for: a type, [of each] or {key: of its value}.
 _PARAMETER = {"name": str, "elements": int, "held": int, "bytes": int, "trained": bool}
-_PROGRAM = {"modules": [str], "scratch": [str], "parameters": [_PARAMETER | {"cut": dict}]}
+_PROGRAM = {"modules": [str], "parameters": [_PARAMETER | {"cut": dict}]}
 _FLIGHT = ("communication", "communication hidden", "copies", "copies hidden")
 _FACTS = {"nodes": [int], "cores": int, "one_machine": bool, "skipped_steps": int, "compute": float}
 _FACTS |= {"num_params": int, "memory_limit": int, "optimizer": str, "observed": [_PROGRAM]}
 _FACTS |= {"clock_offsets": {"uncertainty_s": [float]}, "in flight": dict.fromkeys(_FLIGHT, float)}
-_LATER = {"modules": [], "scratch": [], "parameters": [], "cut": {}}  # older reports lack them
 # All that reading a report from arbitrary JSON may raise; `read` turns each into a ValueError.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -210,7 +209,7 @@ def _checked(report: AnyReport) -> AnyReport:
 def _is(kind: Any, value: Any) -> bool:
     """Whether a fact, and all that is in it, is of this kind."""
     if isinstance(kind, dict) and isinstance(value, dict):
-        return all(_is(each, (_LATER | value).get(name)) for name, each in kind.items())
+        return all(_is(each, value.get(name)) for name, each in kind.items())
     if isinstance(kind, list) and isinstance(value, list):
         return all(_is(kind[0], each) for each in value)
     if kind is dict and isinstance(value, dict):  # {axis: ranks}
