@@ -397,27 +397,6 @@ def test_an_optimizer_whose_step_raised_ends_later_ones(several):
     assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
 
 
-def test_an_optimizer_whose_step_raised_in_a_backward_hides_no_later_part():
-    """The hook of the first backward lets the error out, the second one's catches it."""
-
-    def update(_):
-        calls.append(len(calls))
-        with contextlib.suppress(*[KeyError] * calls[-1]):
-            optimizer.step({}.popitem if calls[-1] < 2 else None)
-
-    weight, calls = nn.Parameter(torch.ones(4)), []
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    weight.register_post_accumulate_grad_hook(update)
-    with pl.observe(steps="marked") as seen:
-        for _ in range(4):
-            with contextlib.suppress(KeyError):
-                weight.sum().backward()
-            pl.step()
-    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].unique()
-    assert set(map(tuple, parts)) == {("backward", "optimizer")}
-    assert parts.index.tolist() == calls == list(range(4))
-
-
 def one_has_no_parameters():
     """As a rank may have none of those that one of the optimizers is for."""
     return trained(nn.Linear(4, 4), 4, behind=torch.optim.SGD([{"params": []}], lr=0.1).step)
@@ -426,26 +405,6 @@ def one_has_no_parameters():
 def test_an_optimizer_without_parameters_ends_no_step_of_its_own():
     report = pl.observe(one_has_no_parameters, 1)
     assert len(report.steps) == len(report.losses)
-
-
-def test_an_optimizer_whose_step_raised_in_a_closure_ends_no_outer_step():
-    def closure():
-        weight.sum().backward()
-
-    def update(_):
-        for raises in ({}.popitem, None):
-            with contextlib.suppress(KeyError):
-                inner.step(raises)
-
-    weight = nn.Parameter(torch.ones(4))
-    outer, inner = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
-    weight.register_post_accumulate_grad_hook(update)
-    with pl.observe(steps="marked") as seen:
-        for _ in range(2):
-            outer.step(closure)
-            pl.step()
-    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].apply(list)
-    assert parts.tolist() == [["optimizer", "backward", "optimizer"]] * 2
 
 
 def hooked():

@@ -589,11 +589,6 @@ def test_a_gather_of_unequal_parts_is_known():
     assert pl.launch(gathers, 2, device="cpu") == [[True, False]] * 2
 
 
-def test_an_operation_that_this_torch_lacks_is_not_intercepted():
-    with ExitStack() as undo:
-        stand_before(undo, "c10d", "of_another_version", Mock())
-
-
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("call", [pl.observe, pl.launch, pl.trace], ids=lambda call: call.__name__)
 def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch, tmp_path):

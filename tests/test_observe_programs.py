@@ -240,30 +240,7 @@ def test_what_other_threads_send_is_none_of_a_backwards():
     assert "wait" not in set(spans["kind"])
     backwards = spans[spans["kind"] == "backward"]
     assert backwards["step"].tolist() == list(range(7))  # no call cuts one in two
-    assert "other threads" not in report.explain().get(UNKNOWN, "")
     assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0  # in which they take no time
-
-
-def trains_on_a_thread(only_forward):
-    model, outputs = ddp(layers(1)), []
-
-    def on_a_thread(call, x):
-        thread = threading.Thread(target=lambda: outputs.append(call(x)))
-        thread.start()
-        thread.join()
-        return outputs.pop()
-
-    if only_forward:
-        update = torch.optim.SGD(model.parameters(), 0.1)
-        trained(lambda x: on_a_thread(model, x), 256, update=update)
-    else:
-        on_a_thread(functools.partial(trained, model), 256)
-
-
-@pytest.mark.parametrize("only_forward", [False, True])
-def test_what_another_thread_trains_is_said_to_be_unknown(only_forward):
-    report = seen(trains_on_a_thread, args=(only_forward,))
-    assert "What other threads of the program train" in report.explain()[UNKNOWN]
 
 
 # ---- what a paradigm is called, and what is counted --------------------------------------------
@@ -291,22 +268,18 @@ def two_levels(backwards, each):
     trained(forward, 256, update=update, steps=2, backwards=backwards)
 
 
-def evaluates_closures(last):
-    """Every micro-batch; or of two the last, as Lightning's Trainer does."""
+def evaluates_closures():
+    """Of two micro-batches the last, as Lightning's Trainer does."""
     model, x = ddp(layers(1, 64)), torch.randn(32, 64)
-    own = model.parameters()
-    update = torch.optim.SGD(own, 0.1) if last else torch.optim.LBFGS(own, max_iter=4)
+    update = torch.optim.SGD(model.parameters(), 0.1)
 
     def closure():
-        if not last:
-            update.zero_grad()
         (loss := model(x).square().mean()).backward()
         return loss
 
     for _ in range(3):
-        if last:
-            with model.no_sync():
-                closure()
+        with model.no_sync():
+            closure()
         update.step(closure)
 
 
@@ -539,18 +512,6 @@ def sums_gradients(model, x, **how):
     trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
 
 
-def last_bucket_behind():
-    """Gradients are summed as they come, those of the first layer after the backward."""
-
-    def add(parameter):
-        dist.all_reduce(parameter.grad)
-
-    model = layers(3, bias=False)
-    for layer in model[1:]:
-        layer.weight.register_post_accumulate_grad_hook(add)
-    trained(model, 256, behind=lambda: add(model[0].weight))
-
-
 def gathers_what_it_updates():
     """Gradients are summed, and each rank updates its share, as Muon of modded-nanogpt does."""
 
@@ -590,16 +551,6 @@ def exchanges():
     )
 
 
-def sends_seldom():
-    turns = iter(range(4))
-
-    def behind():
-        if next(turns) == 1:
-            (dist.recv if dist.get_rank() else dist.send)(torch.ones(100), 1 - dist.get_rank())
-
-    trained(layers(1), 256, steps=4, behind=behind)
-
-
 def scatters_and_sends():
     """No model: what comes before the first message is no setup."""
     numbers = torch.empty(1000)
@@ -618,13 +569,10 @@ OTHER = "65,536 B of other traffic"
 SAID = {
     **dict.fromkeys([(in_16_bits, "fsdp"), (in_16_bits, "ddp")], (2, {
         TIMES: (EVERY.replace("2", "3") + "1.5 times Ψ",), FORM: ("messages in fewer bits",)})),
-    (two_levels, 1, True): (4, {TIMES: (ONCE,), FORM: ("axis replicate: " + SUMMED + "2 (n",)}),
     (two_levels, 2, False): (4, {TIMES: (TWO,), FORM: ("axis replicate: " + SUMMED + "2 (n",)}),
     (two_levels, 2, True): (
         4, {TIMES: (EVERY + "2 times Ψ",), FORM: ("axis replicate: " + SUMMED + "4 (n",)}),
-    (evaluates_closures, False): (2, {TIMES: (
-        "4 times Ψ is reduced per step, which has 4 backward passes" + AROUND,)}),
-    (evaluates_closures, True): (2, {TIMES: (TWO[:-1] + AROUND,)}),
+    (evaluates_closures,): (2, {TIMES: (TWO[:-1] + AROUND,)}),
     (unequal_steps,): (2, {
         CALLS: ("1 × all_reduce of 0.263 MB",), FORM: (": 2 (n−1)/n Ψ = 0.263 MB per rank",),
         TIMES: (ONCE,), UNKNOWN: ("from 2 to 5 steps that count",)}),
@@ -648,7 +596,6 @@ SAID = {
     (empties_its_parameters,): (2, {
         TIMES: (ONCE,), FORM: ("not again for the backward: 2 (n−1)/n Ψ = 0.524 MB",),
         "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
-    (last_bucket_behind,): (2, {TIMES: (ONCE,)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
     (on_a_mesh_of_two_axes,): (4, {FORM: (
@@ -684,8 +631,6 @@ SAID = {
         "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not again")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); it may be", "parts")}),
-    (sends_seldom,): (2, {
-        FORM: ("messages per step: 0→1 (0.33); it may be", "a gather,"), TIMES: None}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",
         "axis world, gloo surplus: 1 × all_gather of 8,000 B")}),
@@ -817,29 +762,21 @@ def test_parameters_of_no_module_are_no_copies_of_weights_and_count_from_their_f
     assert most_of(report, 1)["optimizer"] < 1.01 * size and at_peak["other"] < size / 100
 
 
-def goes_on(resumes):
+def goes_on():
     """AdamW, whose peak is the same in every step: while it updates."""
     model = layers(4, bias=False)
     update = torch.optim.AdamW(model.parameters(), foreach=False)
-    size = sum(p.nbytes for p in model.parameters())
-    if resumes:
-        sizes = {"step": (), "exp_avg": (256, 256), "exp_avg_sq": (256, 256)}
-        states = {at: {name: torch.ones(of) for name, of in sizes.items()} for at in range(4)}
-        groups = update.state_dict()["param_groups"]
-        update.load_state_dict({"state": states, "param_groups": groups})
-        del states
     trained(model, 256, update=update, steps=2)
-    return size
+    return sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_states_of_an_optimizer_are_known_once_it_has_loaded_them_or_made_them(resumes):
-    report = seen(goes_on, 1, (resumes,), memory_steps=2)
+def test_states_of_an_optimizer_are_known_once_it_has_made_them():
+    report = seen(goes_on, 1, memory_steps=2)
     states = 2 * report.results[0] + 4 * 4
     assert report.peaks(0)["measured"]["optimizer"] == states
     assert "in step 1" in report.explain()["What does the peak of memory consist of?"]
     first = report.memory.query("step == 0 and category == 'optimizer'")["bytes"]
-    assert first.min() == states if resumes else first.max() == states
+    assert first.max() == states
 
 
 def unsharded_first(unshards):

@@ -30,9 +30,8 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether another thread trains, messages are coalesced, calls waited for on other streams, or CUDA
-# graphs captured.
-FLAGS = ("threads", "batches", "aside", "graphs")
+# Whether messages are coalesced, calls waited for on other streams, or CUDA graphs captured.
+FLAGS = ("batches", "aside", "graphs")
 
 
 class Program:
@@ -95,7 +94,7 @@ class Program:
 
     def _description(self, name: str, parameter: Tensor, handle: Any) -> dict[str, Any]:
         """A parameter as a report has it: name, elements in all and on this rank, bytes on this
-        rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
+        rank, whether it is trained, and {axis: ranks} over which it is sharded.
         """
         placed = getattr(parameter, "placements", None)
         local = _shard(parameter) if placed is None else parameter.to_local()
@@ -109,13 +108,12 @@ class Program:
             "held": local.numel(),
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
-            "placements": ", ".join(map(str, placed or ())),
             "cut": {self.calls.where(g, local.device).axis: g.size() for g in groups},
         }
 
     # ---- thread, device and stream --------------------------------------------------------------
     def is_main(self) -> bool:
-        """Whether this is the thread that is observed. Others only set a flag, "threads"."""
+        """Whether this is the thread that is observed: of others only the messages are recorded."""
         return threading.get_ident() == self._thread
 
     def is_program(self) -> bool:

@@ -52,8 +52,6 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "its last all-reduce in a backward counts as the wait.",
     "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
     "replayed, its calls, forwards and backwards are not seen.",
-    "threads": "What other threads of the program train: modules ran on a thread that the program "
-    "had started, and only the main thread's spans, steps and memory are recorded.",
     "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
     "their clocks were compared once, before the first step, and may drift apart in a long run.",
     "scratch": "What kernels allocate and free while they compute, attention or gloo's gathers "
