@@ -2,7 +2,8 @@
 
     {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
-Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float). A file
+Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; Python's
+also NaN and Infinity, which a diverged run's losses are). A file
 whose content has changed since it was written is refused: a clear error is worth more than a wrong
 number. A run over several machines writes one part per rank into a folder; `pl.load` merges them.
 """
@@ -13,7 +14,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -105,12 +105,12 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
 def write(path: str | os.PathLike[str], body: dict[str, Any], kind: str) -> None:
     """Write the body, sealed, as JSON."""
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
-    output_files.write(path, json.dumps(sealed, allow_nan=False).encode())
+    output_files.write(path, json.dumps(sealed).encode())
 
 
 def seal(body: Mapping[str, Any]) -> str:
     """The SHA-256 of a body's canonical JSON: neither spacing nor the order of keys counts."""
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -165,8 +165,8 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else plain(model.to_dict(), "model"),
         "plan": plain(fields["plan"].to_dict(), "plan"),
-        "meta": _encode(plain(dict(fields["meta"]), "meta")),
-        "losses": _encode(fields["losses"]),
+        "meta": plain(dict(fields["meta"]), "meta"),
+        "losses": fields["losses"],
         "tables": {name: tables.columns_of(name, fields[name]) for name in tables.COLUMNS},
     }
 
@@ -177,8 +177,8 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
         "plan": Plan.from_dict(typed(body, "plan", dict)),
-        "meta": _decode(typed(body, "meta", dict)),
-        "losses": _decode(typed(body, "losses", list)),
+        "meta": typed(body, "meta", dict),
+        "losses": typed(body, "losses", list),
         **{name: tables.columns_of(name, typed(columns, name, dict)) for name in tables.COLUMNS},
     }
 
@@ -217,24 +217,3 @@ def _is(kind: Any, value: Any) -> bool:
     if kind in (int, float):
         return type(value) in (int, kind) and abs(value) < 2**63
     return type(value) is kind
-
-
-def _encode(value: Any) -> Any:
-    """Replace NaN and infinities, which a diverged run's losses are and JSON has no form for."""
-    if isinstance(value, dict):
-        return {k: _encode(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(v) for v in value]
-    if isinstance(value, dict):
-        if list(value) == ["$float"]:
-            return float(typed(value, "$float", str))
-        return {k: _decode(v) for k, v in value.items()}
-    return value
