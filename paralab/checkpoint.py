@@ -183,8 +183,6 @@ def load(trainer: Any, folder: str) -> None:
                             files[box.file] = opened.enter_context(file)
                         here, there = overlap  # in ``values``, in the stored box
                         values[here].copy_(files[box.file].get_slice(box.key)[there])
-    except FileNotFoundError:
-        raise Refused(str(checkpoints.gone(checkpoint.folder))) from None
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:  # newer checkpoints may have replaced it
         raise Refused(str(error)) from None
     trainer.restored(checkpoint.step, checkpoint.counters)

@@ -142,17 +142,13 @@ def find(path: object) -> Checkpoint:
     """
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
-        if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
-            raise gone(folder)
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
         named, names = _named(folder), _listed(folder)
         if not names:
-            complete = sorted(_all_complete(folder))
             why = f"it has no file {LATEST!r} that names a checkpoint"
-            legal = ", ".join(str(folder / name) for name in complete) or _LEGAL
-            raise illegal("resume", str(path), why, legal)
+            raise illegal("resume", str(path), why, _LEGAL)
         if names[0] != named[0]:
             why = f"{named[0]}, the newest checkpoint of {folder}, is no longer there"
             warnings.warn(f"{why}: the run resumes from {names[0]}", stacklevel=2)
@@ -178,17 +174,8 @@ def find(path: object) -> Checkpoint:
     return checkpoint
 
 
-def gone(checkpoint: Path) -> ValueError:
-    """The refusal of a checkpoint that no longer exists; it names those that do."""
-    why = "it no longer exists; newer checkpoints may have replaced it while it was read"
-    others = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
-    return illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
-
-
 def damaged(file: Path, why: str) -> NoReturn:
     """Raise the ``ValueError`` of a checkpoint of which this file is damaged."""
-    if not file.parent.exists():
-        raise gone(file.parent)
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
@@ -277,17 +264,11 @@ def _all_complete(folder: Path) -> list[str]:
 
 # ---- writing ------------------------------------------------------------------------------------
 def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> None:
-    """Raise ``ValueError`` if saving here would replace another training's checkpoints, or would
-    write files that cannot be read again.
+    """Raise ``ValueError`` if saving here would replace another training's checkpoints.
 
     resume  the checkpoint from which the run continues
     newest  the caller named no checkpoint, so it must still be the newest one of its folder
     """
-    try:
-        os.fsencode(folder).decode()
-    except UnicodeDecodeError:
-        why, legal = "its name is not UTF-8, which safetensors needs", "another folder"
-        raise illegal("save", str(folder), why, legal) from None
     if (folder / ABOUT).is_file():
         legal = f"the folder that contains it, {folder.parent}, or another one"
         raise illegal("save", str(folder), "it is a single checkpoint", legal)
