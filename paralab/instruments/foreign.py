@@ -94,7 +94,7 @@ class Observer(Program):
         step: forwards of the same module, or backwards.
         """
         self._step_sharers.clear()
-        if self.kinds <= {"optimizer"} and self.step == 1 and not self.marked:
+        if self.kinds <= {"optimizer"} and self.step == 1 and not (self.marked or self.inside):
             self.was_setup()
         self.begin()
         self.kinds.add(kind)

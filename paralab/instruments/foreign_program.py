@@ -196,16 +196,10 @@ class Program:
 
     def was_setup(self) -> None:
         """The first step, which had no forward or backward, belongs to the setup: an optimizer made
-        its states by it, as where torch.distributed.checkpoint loads them. The second one may lie
-        open, and evaluate a closure.
+        its states by it, as where torch.distributed.checkpoint loads them.
         """
-        if self.inside:
-            self.recorder.leave()
         self.go_on()
         self.in_step = self.started = False
-        self.begin()
-        if self.inside:
-            self.recorder.enter("optimizer")
 
     def close_ledger(self) -> None:
         """Turn the ledger off, unless the program has entered a mode or hooks of its own since, or

@@ -121,12 +121,7 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     """
     again = "save the report again, or load another copy"
     path = checks.path("path", path, "a report that report.save wrote")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path}: there is no such file; report.save({str(path)!r}) would create it"
-        ) from None
+    data = path.read_bytes()
     try:
         if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
             room = memory_bytes() // 4  # parsed, JSON takes more than four times its bytes
@@ -137,13 +132,9 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         why = f"damaged or not a report ({error})"
         raise ValueError(f"{path}: the file is {why}; {again}") from None
-    if not isinstance(envelope, dict) or envelope.get("format") not in (REPORT, PART):
-        raise ValueError(f"{path}: the file is not a paralab report; legal: what report.save wrote")
-    if envelope["format"] != kind:
-        raise ValueError(
-            f"{path}: the file is a {envelope['format']}, not a {kind}; "
-            "pl.load takes a saved report, or the folder with the parts of all ranks"
-        )
+    if not isinstance(envelope, dict) or envelope.get("format") != kind:
+        legal = "what report.save wrote, or the folder with the parts of all ranks"
+        raise ValueError(f"{path}: the file is not a {kind}; legal: {legal}")
     version = envelope.get("version")
     if version != VERSION:
         raise ValueError(
