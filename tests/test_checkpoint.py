@@ -335,9 +335,9 @@ CRAFTED = {
     "no boxes": (lambda body: body["tensors"][TENSOR].pop("boxes"), f"{TENSOR}: boxes is missing"),
     "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
-                       f"{TENSOR} is missing in it"),
+                       f"the shape of {TENSOR} is missing in it, and"),
     "one tensor more": (lambda body: body["tensors"].update({"more": {
-        "dtype": "F32", "shape": [0], "boxes": []}}), "it has more, which is no tensor of this tr"),
+        "dtype": "F32", "shape": [0], "boxes": []}}), "shape of more is .0,. in it, and missing"),
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),

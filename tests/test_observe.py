@@ -244,21 +244,6 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert held["other"] <= 0.02 * held["total"]
 
 
-def on_data():
-    data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for row in data[:2]:
-        model(row.clone()).sum().backward()
-        optimizer.step()
-
-
-def test_explain_says_what_other_is_where_it_is_much(report):
-    asked = "What does the peak of memory consist of?"
-    assert "a data set" not in report.explain()[asked]
-    said = pl.observe(on_data, 1).explain()[asked]
-    assert "other 0.16 MB" in said and said.endswith("weights, batches, a data set, losses.")
-
-
 # ---- steps ------------------------------------------------------------------------------------
 def two_in_turn(raises=False):
     made = [nn.Linear(4, 4) for _ in range(2)]

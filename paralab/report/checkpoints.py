@@ -105,12 +105,8 @@ class Checkpoint:
         expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
-                here, right = stored.get(name), expected.get(name)
-                why = f"it has {name} of shape {here}, which must be of shape {right}"
-                if here is None:
-                    why = f"{name} is missing in it"
-                elif right is None:
-                    why = f"it has {name}, which is no tensor of this training"
+                here, right = (shapes.get(name, "missing") for shapes in (stored, expected))
+                why = f"the shape of {name} is {here} in it, and {right} in this training"
                 damaged(self.folder / ABOUT, why)
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
             damaged(self.folder / ABOUT, "the counter optimizer_steps is missing in it")

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # A gather is prefetched if its rank computes, between its launch and its wait, more than this share
 # of the compute per gather.
 PREFETCHED = 0.5
-OTHER = 0.05  # share of the peak above which the category "other" gets a sentence
 NAMED = 5  # how many parameters, sizes or pairs of ranks an answer names
 UNKNOWN = {  # what is not known, by the condition under which it is not: see `_unknown`
     "shared": "How long each rank computed: ranks shared a GPU, and the time of each includes the "
@@ -233,11 +232,7 @@ def _peak(report: Tables) -> str:
         return "The bytes of tensors were not counted."
     held = sorted(peak.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
-    text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
-    if peak.held.get("other", 0) > OTHER * peak.total:
-        text += ". “Other” is what the program allocates outside forward, backward and optimizer: "
-        text += "copies of weights, batches, a data set, losses."
-    return text
+    return f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
 
 
 def _whole(report: Tables) -> str:
