@@ -143,8 +143,10 @@ def find(path: object) -> Checkpoint:
     if not (folder / ABOUT).is_file():
         named, names = _named(folder), _listed(folder)
         if not names:
+            complete = sorted(_all_complete(folder))
             why = f"it has no file {LATEST!r} that names a checkpoint"
-            raise illegal("resume", str(path), why, _LEGAL)
+            legal = ", ".join(str(folder / name) for name in complete) or _LEGAL
+            raise illegal("resume", str(path), why, legal)
         if names[0] != named[0]:
             why = f"{named[0]}, the newest checkpoint of {folder}, is no longer there"
             warnings.warn(f"{why}: the run resumes from {names[0]}", stacklevel=2)

@@ -119,8 +119,8 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
     axes_of: dict[str, list[str]] = {}  # {description: the axes that it fits}
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
-    for axis in sorted(set(collectives["axis"])):
-        axes_of.setdefault(describe_axis(report, collectives, axis), []).append(axis)
+    for axis, rows in collectives.groupby("axis"):
+        axes_of.setdefault(describe_axis(report, rows, axis), []).append(axis)
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])

@@ -45,10 +45,10 @@ ACTIVATIONS = (
 
 def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     """Name the paradigm that the collectives on an axis look like, and compare their bytes with its
-    closed form. calls: the collectives on all axes
+    closed form.
     """
-    rank = int(calls["rank"][calls["axis"] == axis].min())
-    rows = calls[(calls["rank"] == rank) & (calls["axis"] == axis)]
+    rank = int(calls["rank"].min())
+    rows = calls[calls["rank"] == rank]
     n, psi = len(rows["ranks"].iloc[0]), trained_bytes(report, rank, axis)
     if n == 1:
         return "a group of one rank sends nothing"
