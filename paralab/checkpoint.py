@@ -56,14 +56,14 @@ def _held(kept: Iterable[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], T
 # ---- saving -------------------------------------------------------------------------------------
 @contextmanager
 def saving(
-    trainer: Any, folder: str | None, *, every: int | None, steps: int, resume: str | None
+    trainer: Any, folder: str | None, *, every: int | None, steps: int, **resumed: Any
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that every rank calls after each step with the number of this run's steps
     done, and that saves into ``folder`` when a checkpoint is due. Without a folder it does nothing.
 
-    every   save when the steps of the whole training, earlier runs included, are a multiple of it
-    steps   the steps of this run; a checkpoint is due after the last one in any case
-    resume  the checkpoint from which this run continues
+    every    save when the steps of the whole training, earlier runs included, are a multiple of it
+    steps    the steps of this run; a checkpoint is due after the last one in any case
+    resumed  ``resume`` and ``newest``, as in `checkpoints.check_save`
 
     Rank 0 locks the folder against other runs until the block ends. Another run may have saved
     there and ended since the caller checked the folder, so rank 0 checks it again. Ranks on other
@@ -73,13 +73,17 @@ def saving(
     def save_if_due(done: int) -> None:
         step = trainer.first_step + done
         if folder is not None and (done == steps or (every and step % every == 0)):
+            if locks and not still_locked():
+                why = "the folder, or the file .lock in it, was removed while the training ran"
+                raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {why}")
             save(trainer, Path(folder), step=step)
 
+    locks = folder is not None and dist.get_rank() == 0
     with ExitStack() as lock:
         try:
-            if folder is not None and dist.get_rank() == 0:
-                lock.enter_context(checkpoints.locked(Path(folder)))
-                checkpoints.check_save(Path(folder), resume)
+            if locks:
+                still_locked = lock.enter_context(checkpoints.locked(Path(folder)))
+                checkpoints.check_save(Path(folder), **resumed)
             if folder is not None and len(set(trainer.context.nodes)) > 1:
                 trainer.grid.world.barrier(phase="setup")
                 Path(folder).mkdir(parents=True, exist_ok=True)  # this asks a file server anew
@@ -179,6 +183,6 @@ def load(trainer: Any, folder: str) -> None:
                             files[box.file] = opened.enter_context(file)
                         here, there = overlap  # in ``values``, in the stored box
                         values[here].copy_(files[box.file].get_slice(box.key)[there])
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:  # newer checkpoints may have replaced it
         raise Refused(str(error)) from None
     trainer.restored(checkpoint.step, checkpoint.counters)

@@ -203,9 +203,14 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
+<<<<<<< ours
                 given = model, plan, settings, folder
                 how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
                 how |= {"optimizers": False, "on_progress": bar.move}
+=======
+                given = model, plan, settings, resume and os.fspath(resume), folder
+                how = {"optimizers": False, "on_progress": bar.move, **limits}
+>>>>>>> theirs
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {bar}") from None
@@ -231,7 +236,7 @@ def run_under_torchrun(
     ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
     timeout = check_launch(timeout, device)
-    settings = checked(model, plan, **settings)
+    resume, settings = settings.get("resume"), checked(model, plan, **settings)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
@@ -252,7 +257,7 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, settings, folder_of_rank)
+        part = _program(context, model, plan, settings, resume, folder_of_rank)
     meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -269,12 +274,18 @@ def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **trains: Any) -> fl
 
 
 def _program(
-    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any], folder: str | None
+    context: Any,
+    model: ModelSpec,
+    plan: Plan,
+    settings: dict[str, Any],
+    resume: str | os.PathLike[str] | None,
+    folder: str | None,
 ) -> dict[str, Any]:
-    """Runs in a rank. folder: for the files of offloaded states"""
+    """Runs in a rank. resume: as the caller gave it; folder: for the files of offloaded states"""
     from paralab.interpret.train import train
 
-    return train(context, model, plan, offload_folder=folder, **settings)
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
+    return train(context, model, plan, offload_folder=folder, newest=newest, **settings)
 
 
 def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:

@@ -212,13 +212,11 @@ def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, saved,
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "paralab.json").write_text('{"format": "another"}')
-    there = f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}"
     for path, said in (
         ("nowhere", "there is no such folder"),
         ("file", "it is a file"),
         ("empty", "it has no file 'latest' that names a checkpoint"),
         ("other", "its paralab.json is not the index of a checkpoint"),
-        (saved / "step-00000009", f"newer checkpoints may have replaced it.*{there}"),
     ):
         refuses(f"^resume=.*{said}", run, deep, resume=tmp_path / path)
     refuses("resume=3: not a path", run, deep, resume=3)
@@ -337,9 +335,9 @@ CRAFTED = {
     "no boxes": (lambda body: body["tensors"][TENSOR].pop("boxes"), f"{TENSOR}: boxes is missing"),
     "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
-                       f"{TENSOR} is missing in it"),
+                       f"the shape of {TENSOR} is missing in it, and"),
     "one tensor more": (lambda body: body["tensors"].update({"more": {
-        "dtype": "F32", "shape": [0], "boxes": []}}), "it has more, which is no tensor of this tr"),
+        "dtype": "F32", "shape": [0], "boxes": []}}), "shape of more is .0,. in it, and missing"),
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),
@@ -459,20 +457,39 @@ def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
         refuses("^save=.*another run saves into it; legal: ", run, deep, save=tmp_path)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 def test_what_another_run_saves_after_this_one_was_checked_is_not_replaced(
-    deep, run, tmp_path, monkeypatch
+    deep, run, tmp_path, monkeypatch, resumes
 ):
     folder = tmp_path / "both"
+    if resumes:
+        run(deep, steps=1, save=folder)
+    settings = {"save": folder, "resume": folder if resumes else None}
 
     def after_another(*given: Any, **how: Any) -> Any:
         monkeypatch.setattr("paralab.experiment.launch_program", launch_program)
-        run(deep, steps=3, save=folder)
+        run(deep, steps=3, **settings)
         return launch_program(*given, **how)
 
     monkeypatch.setattr("paralab.experiment.launch_program", after_another)
     said = "step-00000003 of another training, which this run does not resume; legal: resume="
-    refuses(f"^save=.*{said}", run, deep, steps=1, save=folder)
-    assert latest(folder).name == "step-00000003"
+    if resumes:
+        said = "run has saved step-00000004 there since this one began to resume step-00000001; leg"
+    refuses(f"^save=.*{said}", run, deep, steps=1, **settings)
+    assert latest(folder).name == f"step-{3 + resumes:08d}"
+    run(deep, steps=1, save=folder, resume=folder)
+    if resumes:  # whoever names an older checkpoint wants to go on from that one
+        run(deep, steps=1, save=folder, resume=folder / "step-00000004")
+        assert latest(folder).name == "step-00000005.1"
+
+
+def test_a_checkpoint_that_goes_while_a_rank_reads_it_is_refused_in_words(deep, copy):
+    def program(context: Any) -> None:
+        facts = checkpoints.facts
+        checkpoints.facts = lambda file: file.parent.rename(copy / ".removed") and facts(file)
+        checkpoint.load(Trainer(context, deep, PLANS["one device"]), str(copy))
+
+    refuses("No such file or directory: .*copy/step-00000002/rank", launch_program, program, 1)
 
 
 # ---- a full disk --------------------------------------------------------------------------------
@@ -506,3 +523,31 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(run, deep, copy, tex
     assert checkpoints.find(copy) == before
     assert names(copy) == ["step-00000001", "step-00000002"]
     assert run(deep, PLANS["dp=2"], steps=1, resume=copy, save=copy).meta["first_step"] == 2
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_is_removed_during_the_training_is_named_and_left_to_others(
+    deep, saved, tmp_path, made_again
+):
+    folder = tmp_path / "gone"
+
+    def program(context: Any) -> Any:
+        step = Trainer.step
+
+        def late(*given: Any, **how: Any) -> Any:
+            shutil.rmtree(folder)
+            if made_again:  # by another run
+                shutil.copytree(saved, folder)
+            return step(*given, **how)
+
+        Trainer.step = late  # in the rank
+        return train(context, deep, pl.Plan(microbatches=4), steps=1, keep_state=False,
+                     save=str(folder), optimizer="adamw")  # fmt: skip
+
+    folder.mkdir()
+    said = f"OSError: cannot save the checkpoint of step 1 into {folder}: the folder, or .* removed"
+    with pytest.raises(pl.RankError, match=said):
+        launch_program(program, 1)
+    assert folder.exists() == made_again
+    if made_again:
+        assert (folder / "latest").read_bytes() == (saved / "latest").read_bytes()

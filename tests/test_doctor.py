@@ -161,9 +161,8 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     link = {"alpha": 1.5e-3, "bandwidth": 1.25e9}
     cluster = {"flops": 42e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},
                "collectives": {"all_reduce": link}}  # fmt: skip
-    points, accuracy = {"links": [], "device": []}, {"device": {"median": 0.1}}
     known = {"format": calibrate.FORMAT, "cluster": cluster, "made": "2026-01-02T03:04:05Z",
-             "points": points, "accuracy": accuracy}  # fmt: skip
+             "points": {"links": []}}  # fmt: skip
     said = (
         "measured 2026-01-02: 42 GFLOP/s on a core; between ranks a latency of 1.5 ms and 1.25 GB/s"
     )

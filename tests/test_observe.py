@@ -114,7 +114,6 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
-    assert "kernels" not in answers["What is not known?"]  # DDP gathers sizes, in its setup
 
 
 def averaged_by_hand():
@@ -152,8 +151,6 @@ def compiles():
 def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
     report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=HANG_S)
     assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
-    said = report.explain().get("What is not known?", "")
-    assert ("What a compiled program holds" in said) == (memory_steps > 0)
 
 
 def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothing_unknown():
@@ -201,7 +198,7 @@ def test_explain_does_not_judge_a_prefetch_whose_waits_it_has_not_seen():
     lines = answers["Are gathers prefetched?"].splitlines()
     assert len(lines) == 2 and all("not known" in line for line in lines)
     said = answers["What is not known?"]
-    assert "run on streams of their own" in said and "of gloo with tensors on a GPU" in said
+    assert "that FSDP or the program waits for" in said and "gloo with tensors on a GPU" in said
 
 
 @pytest.mark.parametrize(
@@ -245,21 +242,6 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert max(gradients) == psi and psi / 2 in gradients  # unsharded until they are reduced
     held = report.peaks()["measured"]
     assert held["other"] <= 0.02 * held["total"]
-
-
-def on_data():
-    data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for row in data[:2]:
-        model(row.clone()).sum().backward()
-        optimizer.step()
-
-
-def test_explain_says_what_other_is_where_it_is_much(report):
-    asked = "What does the peak of memory consist of?"
-    assert "a data set" not in report.explain()[asked]
-    said = pl.observe(on_data, 1).explain()[asked]
-    assert "other 0.16 MB" in said and said.endswith("weights, batches, a data set, losses.")
 
 
 # ---- steps ------------------------------------------------------------------------------------
@@ -327,28 +309,20 @@ def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps)
         assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
 
 
-def loads_its_states(evaluates):
+def loads_its_states():
     """To have states that it can load, torch.distributed.checkpoint makes the optimizer step."""
-
-    def closure():
-        optimizer.zero_grad()
-        (loss := model(torch.ones(8, 64)).square().mean()).backward()
-        return loss
-
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for state in get_optimizer_state_dict(model, optimizer)["state"].values():
         dist.broadcast(state["exp_avg"], 0)
-    if evaluates:
-        return [optimizer.step(closure).item() for _ in range(3)]
     return trained(model, 64, update=optimizer)
 
 
-@pytest.mark.parametrize("memory_steps, evaluates", [(0, 0), (1, 0), (2, 0), (1, 1)])
-def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps, evaluates):
-    report = pl.observe(loads_its_states, 2, (evaluates,), memory_steps=memory_steps)
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_an_optimizers_step_before_the_first_forward_is_setup(memory_steps):
+    report = pl.observe(loads_its_states, 2, memory_steps=memory_steps)
     assert report.steps["step"].tolist() == [0, 1, 2] * 2 and len(report.losses) == 3
     assert set(report.spans.query("kind == 'optimizer'")["step"]) == {0, 1, 2}
     assert report.collectives["phase"].tolist() == ["setup"] * 4
@@ -400,27 +374,6 @@ def test_an_optimizer_whose_step_raised_ends_later_ones(several):
     assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
 
 
-def test_an_optimizer_whose_step_raised_in_a_backward_hides_no_later_part():
-    """The hook of the first backward lets the error out, the second one's catches it."""
-
-    def update(_):
-        calls.append(len(calls))
-        with contextlib.suppress(*[KeyError] * calls[-1]):
-            optimizer.step({}.popitem if calls[-1] < 2 else None)
-
-    weight, calls = nn.Parameter(torch.ones(4)), []
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    weight.register_post_accumulate_grad_hook(update)
-    with pl.observe(steps="marked") as seen:
-        for _ in range(4):
-            with contextlib.suppress(KeyError):
-                weight.sum().backward()
-            pl.step()
-    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].unique()
-    assert set(map(tuple, parts)) == {("backward", "optimizer")}
-    assert parts.index.tolist() == calls == list(range(4))
-
-
 def one_has_no_parameters():
     """As a rank may have none of those that one of the optimizers is for."""
     return trained(nn.Linear(4, 4), 4, behind=torch.optim.SGD([{"params": []}], lr=0.1).step)
@@ -429,26 +382,6 @@ def one_has_no_parameters():
 def test_an_optimizer_without_parameters_ends_no_step_of_its_own():
     report = pl.observe(one_has_no_parameters, 1)
     assert len(report.steps) == len(report.losses)
-
-
-def test_an_optimizer_whose_step_raised_in_a_closure_ends_no_outer_step():
-    def closure():
-        weight.sum().backward()
-
-    def update(_):
-        for raises in ({}.popitem, None):
-            with contextlib.suppress(KeyError):
-                inner.step(raises)
-
-    weight = nn.Parameter(torch.ones(4))
-    outer, inner = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
-    weight.register_post_accumulate_grad_hook(update)
-    with pl.observe(steps="marked") as seen:
-        for _ in range(2):
-            outer.step(closure)
-            pl.step()
-    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].apply(list)
-    assert parts.tolist() == [["optimizer", "backward", "optimizer"]] * 2
 
 
 def hooked():

@@ -182,8 +182,6 @@ def test_the_slowest_link_between_machines_is_the_receiver_s_time_whatever_the_c
     found = launch_program(far_link, 3, (), device="cpu")
     assert found[1:] == found[:1] * 2 and found[0]["nodes"] == 2
     assert found[0]["link"] == pytest.approx({"alpha": 0.05, "bandwidth": 1e7})
-    sizes = [point["wire_bytes"] for point in found[0]["points"]]
-    assert sizes == list(measure.WORKLOADS["cpu"].messages)
 
 
 def calibrates(port: int, cache: str) -> tuple:
@@ -192,7 +190,7 @@ def calibrates(port: int, cache: str) -> tuple:
     """
     rank, done = dist.get_rank(), []
     os.environ["PARALAB_CACHE_DIR"] = f"{cache}/{min(rank, 1)}"
-    known = {"format": calibrate.FORMAT, "points": {"links": []}, "accuracy": {"device": {}}}
+    known = {"format": calibrate.FORMAT, "points": {"links": []}}
     known["cluster"] = pl.Cluster(flops=1e9, memory_bandwidth=1e9, intra=LINK).to_dict()
     calibrate.measured = lambda device: done.append(device) or known
     measure.LINKS_S = 0.0

@@ -58,7 +58,7 @@ def calibrate_nodes(device: str) -> int:
 
 def measure_inter(context: Any) -> dict[str, Any]:
     """Runs in every rank: {"link": alpha and bandwidth of the slowest link between two nodes that
-    are neighbours in a ring, "nodes", "made", and its "points" and their "accuracy"}.
+    are neighbours in a ring, "nodes", "made"}.
     """
     import torch.distributed as dist
 
@@ -78,7 +78,6 @@ def measure_inter(context: Any) -> dict[str, Any]:
     links = []
     for rows in sum(every, []):
         points = calibrate.from_last_launch([rows, rows], 2)  # the receiver's clock for both
-        links.append((*fit_link(points), points))
-    link, accuracy, points = max(links, key=lambda found: found[0].seconds(2**20))
-    found = {"link": link.to_dict(), "points": points, "accuracy": accuracy, "nodes": len(nodes)}
-    return found | {"made": calibrate.timestamp()}
+        links.append(fit_link(points)[0])
+    slowest = max(links, key=lambda link: link.seconds(2**20))
+    return {"link": slowest.to_dict(), "nodes": len(nodes), "made": calibrate.timestamp()}

@@ -141,16 +141,15 @@ def device_of_run(ranks: int) -> str:
 
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
-    """The whole calibration as plain JSON values: {"cluster", "points", "accuracy", "busy",
-    "seconds", "made"}, and "inter" if between.py has measured the link between nodes; it is kept
-    when this machine is measured again.
+    """The whole calibration as plain JSON values: {"cluster", "points", "busy", "made"}, and
+    "inter" if between.py has measured the link between nodes; it is kept when this machine is
+    measured again.
 
-    device     as in `local_cluster`
-    accuracy   {"device", an operation, or a product such as "bf16 forward": {"median", "worst"}},
-               relative errors of the fit at its own points
-    busy       share of the processors that other programs took before or after the fit. If it was
-               more than a quarter, a later call measures again when it is lower; a process does so
-               only once, as on some machines other programs are busy again and again
+    device  as in `local_cluster`
+    points  those of `calibration_points`
+    busy    share of the processors that other programs took before or after the fit. If it was more
+            than a quarter, a later call measures again when it is lower; a process does so only
+            once, as on some machines other programs are busy again and again
     """
     choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
@@ -170,16 +169,8 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
 
 
 def calibration_points(**settings: Any) -> dict[str, list[dict[str, Any]]]:
-    """The measured points, {"links", "calls", "device", "products", "tiers", "kernels": rows}. A
-    row has its seconds and, if a fit was made, the seconds of the fit. settings: of `calibration`.
-
-    links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
-    calls   what, seconds: "post"; "forward", "backward", "product"; with "after a wait" behind one
-            of these, the extra seconds
-    device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
-    products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
-    tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
-    kernels  of a GPU: op (kernel, launch), and the same as tiers
+    """{"links": the measured calls}, each with op, ranks, payload_bytes, wire_bytes, seconds, and
+    the seconds of the fit as fitted. settings: of `calibration`.
     """
     return calibration(**settings)["points"]
 
@@ -247,8 +238,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         cluster_of(known)
-        complete = "links" in known["points"] and "device" in known["accuracy"]
-        return known if complete and known["format"] == FORMAT else None
+        return known if "links" in known["points"] and known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -277,8 +267,7 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     """
     from paralab.launch import launch_program
 
-    began, cores = time.perf_counter(), available_cores()
-    of_gpus = gpus() if device == "cuda" else ()
+    cores, of_gpus = available_cores(), gpus() if device == "cuda" else ()
     ranks = len(of_gpus) or max(2, min(4, cores))
     programs = {  # each with the number of ranks that it runs in
         "device": (measure_device, 0 if of_gpus else ranks),
@@ -296,12 +285,11 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
         between()
     busy = processors_busy()  # by others: the server of ranks has loaded torch and is idle
     links = from_last_launch(passes.pop("links"), ranks)
-    points = {"links": links} | {name: _typical(rows) for name, rows in passes.items()}
+    points = {name: _typical(rows) for name, rows in passes.items()}
     tiers, kernels = points["tiers"], points["kernels"]
     post, wait, work = (0.0, 0.0, 0.0) if of_gpus else overheads(points["calls"])
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
-    accuracy: dict[str, dict[str, float]] = {}
-    collectives, tier_links = _links(links, accuracy), _links(tiers, accuracy)
+    collectives, tier_links = _links(links), _links(tiers)
     kinds: dict[tuple[str, str, bool], list[dict[str, Any]]] = defaultdict(list)
     for row in points["products"]:
         kinds[row["precision"], row["what"], row["odd"]].append(row)
@@ -310,16 +298,16 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     rates: dict[str, list[float]] = defaultdict(list)
     odd_shares: list[float] = []  # rate of products with an odd dimension / rate of the others
     for (precision, what), rows in even.items():
-        rate, accuracy[f"{precision} {what}"] = fit_rate(rows, half)
+        rate = fit_rate(rows, half)
         rates[precision].append(rate)
         odd = kinds.get((precision, what, True), ())
         odd_shares += [row["flops"] / row["seconds"] / rate for row in odd]
     if of_gpus:
         flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # mean of equally many per kind
-        fit, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
+        fit, _ = fit_link([row for row in kernels if row["op"] == "kernel"])
         bandwidth, overhead = fit.bandwidth, fit.alpha
     else:
-        (flops, bandwidth, overhead), accuracy["device"] = fit_device(points["device"])
+        flops, bandwidth, overhead = fit_device(points["device"])
     update_rate = tier_links["optimizer"].bandwidth
     if of_gpus:  # all updates but the largest, the last, fit into their host's caches
         largest = [row for row in tiers if row["op"] == "optimizer"][-1]
@@ -350,20 +338,16 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
-        "points": points,
-        "accuracy": accuracy,
+        "points": {"links": links},
         "busy": max(busy, processors_busy()),
-        "seconds": time.perf_counter() - began,
         "made": timestamp(),
     }
 
 
-def _links(rows: list[dict[str, Any]], accuracy: dict[str, dict[str, float]]) -> dict[str, Link]:
-    """The fitted link of each operation; the errors of the fits are added to ``accuracy``."""
-    links = {}
-    for op in dict.fromkeys(row["op"] for row in rows):
-        links[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
-    return links
+def _links(rows: list[dict[str, Any]]) -> dict[str, Link]:
+    """The fitted link of each operation."""
+    ops = dict.fromkeys(row["op"] for row in rows)
+    return {op: fit_link([row for row in rows if row["op"] == op])[0] for op in ops}
 
 
 def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

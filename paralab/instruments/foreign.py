@@ -40,7 +40,7 @@ from torch.optim import optimizer as optimizers
 from paralab.instruments.foreign_flights import Flights
 from paralab.instruments.foreign_hooks import around
 from paralab.instruments.foreign_ledger import updated
-from paralab.instruments.foreign_program import Program, of_python
+from paralab.instruments.foreign_program import Program
 from paralab.instruments.recorder import Recorder
 
 _STEP = torch.optim.Optimizer.profile_hook_step(bool).__code__  # of all optimizers' steps
@@ -77,7 +77,6 @@ class Observer(Program):
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
             self.ledger.__enter__()
-            around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
         recorder.begin_step(0)  # it is discarded if it turns out to be the setup
@@ -95,7 +94,7 @@ class Observer(Program):
         step: forwards of the same module, or backwards.
         """
         self._step_sharers.clear()
-        if self.kinds <= {"optimizer"} and self.step == 1 and not self.marked:
+        if self.kinds <= {"optimizer"} and self.step == 1 and not (self.marked or self.inside):
             self.was_setup()
         self.begin()
         self.kinds.add(kind)
@@ -105,17 +104,12 @@ class Observer(Program):
         try:
             yield
         finally:
-            while self.inside.pop() != kind:  # a step that raised, called by a hook
-                if "optimizer" not in self.inside:
-                    self.recorder.leave()
+            self.inside.pop()
             self.recorder.leave()
 
     def _forward(self, call: Callable[[], Any], module: Any, *_: Any) -> Any:
         """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
-        if not (self.is_main() or "backward" in self.inside or self.about["threads"]):
-            trained = any(p.requires_grad for p in Module.parameters(module))
-            self.about["threads"] = trained and torch.is_grad_enabled() and of_python()
         if inner or not self._watches():
             return call()
         if parameters := self.meet(module):  # before a step's first sample of memory
@@ -130,10 +124,8 @@ class Observer(Program):
             return call()
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
-        self.about["threads"] |= not self.is_main() and of_python()
         if not self.is_main() or "backward" in self.inside:
             return call()
-        self.about["closures"] |= "optimizer" in self.inside
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
             result = call()
@@ -158,10 +150,9 @@ class Observer(Program):
         if not self._watches():
             return
         codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-        while self.inside.count("optimizer") >= max(1, codes.count(_STEP)):
-            del self.inside[-1 - self.inside[::-1].index("optimizer")]  # the last step raised
-            if "optimizer" not in self.inside:
-                self.recorder.leave()
+        if "optimizer" in self.inside and codes.count(_STEP) < 2:  # the last step raised
+            self.inside.remove("optimizer")
+            self.recorder.leave()
         if "optimizer" not in self.inside:
             if not self.marked:
                 self._assign_step(optimizer)
@@ -208,11 +199,6 @@ class Observer(Program):
             if not self.marked:
                 self.end_step()
 
-    def _loading(self, call: Callable[[], None], optimizer: Any, *_: Any) -> None:
-        call()
-        if self.recorder.ledger is not None and self.is_main():
-            self.ledger.owns_state(optimizer)
-
     # ---- the part -----------------------------------------------------------------------------
     def part(self) -> dict[str, Any]:
         """This rank's tables, when the program has ended.
@@ -220,7 +206,6 @@ class Observer(Program):
         What follows the last step is left out; a program without steps counts as one step.
         """
         self.describe()
-        self.about["scratch"] = self.ledger.scratch() if self.ledger is not None else []
         self.saw_nothing = not self.started and not self.calls.made
         if not self.started or (self.in_step and not self.step):
             self.end_step()

@@ -55,17 +55,16 @@ def untraced(function: Any) -> Any:
     return function
 
 
-def compile_again() -> bool:
+def compile_again() -> None:
     """Let torch.compile compile the code that it met under a dispatch mode, and would skip for good
-    otherwise. Code that is compiled stays compiled. Returns whether it has met any code.
+    otherwise. Code that is compiled stays compiled.
     """
     if "torch._dynamo" not in sys.modules:
-        return False
+        return
     from torch._dynamo.convert_frame import input_codes
 
     met = [code for reference in input_codes.seen if (code := reference()) is not None]
     _set_compiler_action("DEFAULT", *met)
-    return bool(met)
 
 
 def within_compiled() -> bool:
@@ -78,22 +77,19 @@ def within_compiled() -> bool:
 
 def _set_compiler_action(action: str, *codes: Any) -> None:
     """Set what torch.compile does with frames of these code objects, and with what they call."""
-    with contextlib.suppress(ImportError):  # another version of torch
-        from torch._C._dynamo import eval_frame
+    from torch._C._dynamo import eval_frame
 
-        value = getattr(eval_frame._FrameAction, action)
-        strategy = eval_frame._FrameExecStrategy(value, value)  # for the frame; for what it calls
-        for code in codes:
-            eval_frame.set_code_exec_strategy(code, strategy)
+    value = getattr(eval_frame._FrameAction, action)
+    strategy = eval_frame._FrameExecStrategy(value, value)  # for the frame; for what it calls
+    for code in codes:
+        eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def stand_before(undo: ExitStack, namespace: str, name: str, handler: Callable[..., Any]) -> None:
     """Until ``undo`` is closed, a call of the operation is ``handler({name: argument}, original)``;
     ``original`` makes the call, with other arguments if it is given any. See [Note: before].
     """
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    if packet is None:  # another version of torch
-        return
+    packet = getattr(getattr(torch.ops, namespace), name)
     names = [argument.name for argument in packet.default._schema.arguments]
 
     def kernel(keys: Any, *args: Any) -> Any:

@@ -10,7 +10,6 @@ optimizer's step, and as other outside.
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,32 +25,15 @@ from paralab.instruments.ledger import UNNAMED, Ledger
 from paralab.instruments.memory import Life, tensors
 from paralab.ranks.errors import OutOfMemory
 
-# {pattern in the text "operation, its result's dtype, device": what takes memory that no tensor
-# shows}. Gloo copies what an all-gather returns, and what a reduce-scatter is given.
-SCRATCH = {
-    "scaled_dot_product": "attention",
-    "convolution": "convolutions",
-    "rnn_layer|cudnn_rnn": "recurrent layers",
-    "mm.default torch.bfloat16 cpu": "matrix products in bfloat16",  # oneDNN's
-    r"all_?gather_\S* \S+ cpu": "gloo's all-gathers",
-    r"reduce_scatter_\S* \S+ cpu": "gloo's reduce-scatters",
-}
-
 
 class ForeignLedger(Ledger):
-    """The ledger of a `Program`, which learns of every operation, and of what is not counted."""
+    """The ledger of a `Program`, which is told when a tensor turns out to be on a GPU."""
 
     born_in = Ledger.born_in | {"compute": "other"}  # the program's work outside all other spans
 
     def __init__(self, program: Any) -> None:
         super().__init__(program.recorder)
         self.program = program
-        self.called: set[tuple] = set()  # (name, its result's dtype, device) of operations
-
-    def scratch(self) -> list[str]:
-        """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
-        called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self.called)
-        return sorted({what for part, what in SCRATCH.items() if re.search(part, called)})
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
@@ -87,9 +69,7 @@ class ForeignLedger(Ledger):
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
         self.program.flights.drop_last_work()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.called.add((func.__name__, getattr(result, "dtype", None), self.device))
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:
         """The program may catch torch's error and go on, with a smaller batch say. So that error

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,11 +29,9 @@ from paralab.instruments.foreign_hooks import compile_again, within_compiled
 from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
-REDUCER = {"DistributedDataParallel"}
-WRAPPERS = REDUCER | {"FSDPModule", "FullyShardedDataParallel"}
-# Whether an optimizer calls a closure, another thread trains, messages are coalesced, calls waited
-# for on other streams, CUDA graphs captured, or compilations skipped because of the ledger.
-FLAGS = ("closures", "threads", "batches", "aside", "graphs", "compiles")
+WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+# Whether messages are coalesced, calls waited for on other streams, or CUDA graphs captured.
+FLAGS = ("batches", "aside", "graphs")
 
 
 class Program:
@@ -97,7 +94,7 @@ class Program:
 
     def _description(self, name: str, parameter: Tensor, handle: Any) -> dict[str, Any]:
         """A parameter as a report has it: name, elements in all and on this rank, bytes on this
-        rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
+        rank, whether it is trained, and {axis: ranks} over which it is sharded.
         """
         placed = getattr(parameter, "placements", None)
         local = _shard(parameter) if placed is None else parameter.to_local()
@@ -111,13 +108,12 @@ class Program:
             "held": local.numel(),
             "bytes": local.numel() * local.element_size(),
             "trained": parameter.requires_grad,
-            "placements": ", ".join(map(str, placed or ())),
             "cut": {self.calls.where(g, local.device).axis: g.size() for g in groups},
         }
 
     # ---- thread, device and stream --------------------------------------------------------------
     def is_main(self) -> bool:
-        """Whether this is the thread that is observed. Others only set a flag, "threads"."""
+        """Whether this is the thread that is observed: of others only the messages are recorded."""
         return threading.get_ident() == self._thread
 
     def is_program(self) -> bool:
@@ -162,8 +158,6 @@ class Program:
             self.setup = len(self.recorder.calls)
             self.recorder.leave()
             self.recorder.drop_step("comm")
-            if self.ledger is not None:
-                self.ledger.called.clear()  # what the setup called is no part of a step
         if self.step >= self.memory_steps:
             self.close_ledger()
         self.in_step = self.started = True
@@ -202,16 +196,10 @@ class Program:
 
     def was_setup(self) -> None:
         """The first step, which had no forward or backward, belongs to the setup: an optimizer made
-        its states by it, as where torch.distributed.checkpoint loads them. The second one may lie
-        open, and evaluate a closure.
+        its states by it, as where torch.distributed.checkpoint loads them.
         """
-        if self.inside:
-            self.recorder.leave()
         self.go_on()
         self.in_step = self.started = False
-        self.begin()
-        if self.inside:
-            self.recorder.enter("optimizer")
 
     def close_ledger(self) -> None:
         """Turn the ledger off, unless the program has entered a mode or hooks of its own since, or
@@ -219,7 +207,7 @@ class Program:
         """
         if self.recorder.ledger is not None and self.ledger.on_top and not within_compiled():
             self.ledger.__exit__(None, None, None)
-            self.about["compiles"] |= compile_again()
+            compile_again()
 
 
 def of_python() -> bool:
@@ -230,9 +218,8 @@ def of_python() -> bool:
 
 
 def _kinds(module: Any) -> set[str]:
-    """Names of the module's class and of its base classes. Others than torch's have no reducer."""
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return names if isinstance(module, DistributedDataParallel) else names - REDUCER
+    """Names of the module's class and of its base classes."""
+    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def _at_rest(module: Any) -> Iterator[Tensor]:
@@ -251,7 +238,6 @@ def _shard(parameter: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> int:
-    """The elements of a parameter in all: of a DeepSpeed, FSDP1 or fairscale shard an attribute."""
-    size = getattr(parameter, "_orig_size", parameter.shape)
-    size = getattr(parameter, "_unpadded_unsharded_size", size)
+    """The elements of a parameter in all: of a DeepSpeed or FSDP1 shard an attribute."""
+    size = getattr(parameter, "_unpadded_unsharded_size", parameter.shape)
     return getattr(parameter, "ds_numel", size.numel())

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import ROOTED
 
-SHAPE = ("layers", "hidden", "heads", "seq_len", "samples")  # numbers that describe a small GPT
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 ROUNDS = 12  # repetitions of what is not measured for a given time
 LINKS_S, TIERS_S = 0.8, 0.4  # seconds for which links and tiers are measured
@@ -34,7 +33,7 @@ LINKS_S, TIERS_S = 0.8, 0.4  # seconds for which links and tiers are measured
 class Workloads(NamedTuple):
     """The shapes and sizes that are measured on one kind of device; sizes are bytes."""
 
-    models: tuple[tuple[int, ...], ...]  # the `SHAPE` of each GPT
+    models: tuple[tuple[int, ...], ...]  # layers, hidden, heads, seq_len and samples of each GPT
     products: tuple[tuple[int, int, int], ...]  # (tokens, inputs, outputs) of matrix products
     precisions: tuple[str, ...]  # those of the products
     messages: tuple[int, ...]  # payload of collectives
@@ -139,18 +138,16 @@ def one_step(rank: Any, batch: Any, marks: dict[str, list]) -> dict[str, float]:
 
 def measure_device(context: Any) -> list[dict[str, Any]]:
     """Runs in a rank: work and seconds of forward, backward and optimizer of every model."""
-    shapes = workloads(context).models
-    models = [one_rank(shape, context.device) for shape in shapes]
+    models = [one_rank(shape, context.device) for shape in workloads(context).models]
     for model in models:
         one_step(*model)
     points = []
-    for sizes, model in zip(shapes, models, strict=True):
+    for model in models:
         one_step(*model)
         seconds = one_step(*model)  # its weights are in the cache, as in training
         for part, work in _work_of_step(model[0]).items():
-            amounts = {"flops": work.arithmetic, "bytes": work.bytes + work.exact}
-            amounts |= {"kernels": work.kernels, "seconds": seconds[part]}
-            points.append({**dict(zip(SHAPE, sizes, strict=True)), "what": part, **amounts})
+            point = {"flops": work.arithmetic, "bytes": work.bytes + work.exact}
+            points.append(point | {"kernels": work.kernels, "seconds": seconds[part]})
     return points
 
 

@@ -41,9 +41,7 @@ _RECEIVED = struct.Struct("128xQ")  # linux/tcp.h: tcpi_bytes_received of tcp_in
 Gate = Callable[[], None]
 
 
-def witness(
-    ranks: int = 4, ops: Sequence[str] = DEFAULT, nbytes: int = 8 * 2**20, *, timeout: float = 60.0
-) -> pd.DataFrame:
+def witness(ranks: int = 4, ops: Sequence[str] = DEFAULT, nbytes: int = 8 * 2**20) -> pd.DataFrame:
     """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what was sent.
 
     ranks    processes, 2 to 64
@@ -53,7 +51,6 @@ def witness(
              torch's own, which the ledger does not see
     nbytes   of the full tensor, rounded down to equal parts of whole elements per rank; below 1 MiB
              gloo's own bytes may be more than 1 %
-    timeout  seconds without any sign of life before the ranks are stopped
 
     One row per op, bytes summed over the ranks: op, theory_bytes (the closed form), ledger_bytes
     (recorded by `Group`; none for the native call), kernel_bytes (the lowest of 5 calls), ratio
@@ -64,7 +61,7 @@ def witness(
     ranks = whole("ranks", ranks, at_least=2, at_most=MAX_RANKS)
     ops = [choice("ops", op, OPS) for op in ([ops] if isinstance(ops, str) else ops)]
     nbytes = whole("nbytes", nbytes, at_least=4 * ranks) // (4 * ranks) * (4 * ranks)
-    ledgers, readings = between_gates(_calls, ranks, (ops, nbytes), timeout=timeout)
+    ledgers, readings = between_gates(_calls, ranks, (ops, nbytes))
     rows = []
     for i, op in enumerate(ops):
         expected = theory_bytes(op, ranks, nbytes)

@@ -193,6 +193,7 @@ def train(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
+    newest: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train ``steps`` steps on this rank; returns the rank's part of the report as plain columns.
@@ -203,6 +204,7 @@ def train(
     memory_limit  bytes; the memory ledger is then on throughout and enforces them. Without a limit
                   it is on while the model is built and in step 0
     resume        the checkpoint to go on from
+    newest        the caller named its folder only, of which it was the newest
     save          folder for checkpoints: written after the last step, and whenever ``save_every``
                   divides the number of steps that the training has done
     """
@@ -229,7 +231,7 @@ def train(
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)
-        when = {"every": save_every, "steps": steps, "resume": resume}
+        when = {"every": save_every, "steps": steps, "resume": resume, "newest": newest}
         with checkpoint.saving(trainer, save, **when) as save_if_due:
             for step in range(steps):
                 losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))

@@ -55,8 +55,9 @@ def traffic(
     choice("bookkeeping", bookkeeping, (False, True))
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
     by_edge = "edge" in names or not in_outline(report)
-    sent = _sent(report, bookkeeping, _steps(report, warmup), by_edge)
-    return _per_step(report, sent, SENT, keys, warmup)
+    steps = _steps(report, warmup)
+    sent = _sent(report, bookkeeping, steps, by_edge)
+    return _per_step(report, sent, SENT, keys, steps)
 
 
 @remembered
@@ -89,22 +90,18 @@ def _sent(
     return sums
 
 
-def copied(
-    report: Tables, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
-) -> pd.DataFrame:
+def copied(report: Tables, by: str | Sequence[str] = COPIED_BY) -> pd.DataFrame:
     """Bytes copied between memory tiers per step, one row per combination of the columns in ``by``.
 
-    by      one or several of rank, link (h2d, d2h, disk read, disk write), category
-    warmup  count step 0 too
+    by  one or several of rank, link (h2d, d2h, disk read, disk write), category
 
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
-
-    keys, sums, copies = _checked(by, COPIED_BY), Counter(), report.copies
-    for row in copies[copies["step"].isin(_steps(report, warmup))].itertuples(index=False):
+    keys, sums, steps = _checked(by, COPIED_BY), Counter(), _steps(report, False)
+    for row in report.copies[report.copies["step"].isin(steps)].itertuples(index=False):
         link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
         sums[row.rank, link, row.category] += row.bytes
-    return _per_step(report, sums, COPIED_BY, keys, warmup)
+    return _per_step(report, sums, COPIED_BY, keys, steps)
 
 
 def _checked(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
@@ -127,7 +124,7 @@ def _per_step(
     sums: Mapping[tuple[Any, ...], int],
     labels: Sequence[str],
     keys: Sequence[str],
-    warmup: bool,
+    steps: frozenset[int],
 ) -> pd.DataFrame:
     """The bytes of one step, grouped by ``keys``.
 
@@ -138,7 +135,7 @@ def _per_step(
     import pandas as pd
 
     keys, position = list(dict.fromkeys(keys)), {link: str(at) for at, link in enumerate(WAYS)}
-    n, totals = max(len(_steps(report, warmup)), 1), Counter()  # there may be no steps
+    n, totals = max(len(steps), 1), Counter()  # there may be no steps
     if keys == ["rank"]:  # a rank that moves nothing has a row too
         totals.update({(rank,): 0 for rank in reported_ranks(report)})
     places = [labels.index(key) for key in keys]

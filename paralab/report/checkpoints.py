@@ -30,7 +30,7 @@ import stat
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -105,12 +105,8 @@ class Checkpoint:
         expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
-                here, right = stored.get(name), expected.get(name)
-                why = f"it has {name} of shape {here}, which must be of shape {right}"
-                if here is None:
-                    why = f"{name} is missing in it"
-                elif right is None:
-                    why = f"it has {name}, which is no tensor of this training"
+                here, right = (shapes.get(name, "missing") for shapes in (stored, expected))
+                why = f"the shape of {name} is {here} in it, and {right} in this training"
                 damaged(self.folder / ABOUT, why)
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
             damaged(self.folder / ABOUT, "the counter optimizer_steps is missing in it")
@@ -142,8 +138,6 @@ def find(path: object) -> Checkpoint:
     """
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
-        if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
-            raise gone(folder)
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
@@ -178,17 +172,8 @@ def find(path: object) -> Checkpoint:
     return checkpoint
 
 
-def gone(checkpoint: Path) -> ValueError:
-    """The refusal of a checkpoint that no longer exists; it names those that do."""
-    why = "it no longer exists; newer checkpoints may have replaced it while it was read"
-    others = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
-    return illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
-
-
 def damaged(file: Path, why: str) -> NoReturn:
     """Raise the ``ValueError`` of a checkpoint of which this file is damaged."""
-    if not file.parent.exists():
-        raise gone(file.parent)
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
@@ -276,10 +261,11 @@ def _all_complete(folder: Path) -> list[str]:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def check_save(folder: Path, resume: str | None) -> None:
+def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> None:
     """Raise ``ValueError`` if saving here would replace another training's checkpoints.
 
     resume  the checkpoint from which the run continues
+    newest  the caller named no checkpoint, so it must still be the newest one of its folder
     """
     if (folder / ABOUT).is_file():
         legal = f"the folder that contains it, {folder.parent}, or another one"
@@ -288,12 +274,18 @@ def check_save(folder: Path, resume: str | None) -> None:
     if present and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
         why = f"it has {present[0]} of another training, which this run does not resume"
         raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
+    if newest and present and present[0] != (name := Path(resume or "").name):
+        why = f"another run has saved {present[0]} there since this one began to resume {name}"
+        raise illegal("save", str(folder), why, "the same call again, or another folder")
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[Callable[[], bool]]:
     """Make the folder if need be, and hold its lock for as long as the block runs, so that no other
     run saves there.
+
+    Yields a function that returns whether the lock still protects the folder: once the folder has
+    been removed and created again, another run can lock the new one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a") as file:
@@ -311,7 +303,7 @@ def locked(folder: Path) -> Iterator[None]:
                 why = f"it cannot be locked: {error.strerror}"
                 legal = "a folder on a file system that supports flock"
                 raise illegal("save", str(folder), why, legal) from None
-        yield
+        yield lambda: (folder / LOCK).exists() and os.path.samefile(folder / LOCK, file.fileno())
 
 
 def scratch(folder: Path, step: int) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paralab.checks import count_of, mb
 from paralab.report import amounts, facts
 from paralab.report.paradigm import (
+    REDUCING,
     REDUCTIONS,
     backwards,
     describe_axis,
@@ -34,19 +35,15 @@ if TYPE_CHECKING:
 # A gather is prefetched if its rank computes, between its launch and its wait, more than this share
 # of the compute per gather.
 PREFETCHED = 0.5
-OTHER = 0.05  # share of the peak above which the category "other" gets a sentence
 NAMED = 5  # how many parameters, sizes or pairs of ranks an answer names
 UNKNOWN = {  # what is not known, by the condition under which it is not: see `_unknown`
     "shared": "How long each rank computed: ranks shared a GPU, and the time of each includes the "
     "work of the others.",
-    "through host": "When a call of gloo with tensors on a GPU ended: its span ends when the "
-    "rank's wait for it ended.",
-    "gloo": "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
-    "its span ends when the rank's wait for it ended.",
-    "FSDP": "When the device waited for FSDP's collectives: they run on streams of their own, "
-    "and a stall of the compute stream counts as computation.",
-    "aside": "When the device waited for calls that the program waits for on streams of its own: "
-    "they end there, and a stall of the compute stream counts as computation.",
+    "gloo": "When a send, a receive or a reduce-scatter of gloo ended, or any call of gloo with "
+    "tensors on a GPU: gloo does not report it, so its span ends when the rank's wait for it "
+    "ended.",
+    "aside": "When the device waited for calls that FSDP or the program waits for on streams of "
+    "their own: a stall of the compute stream counts as computation.",
     "batches": "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL "
     "with parts of unequal sizes: NCCL does not report it, so their spans end when the rank's wait "
     "for them ended.",
@@ -54,15 +51,11 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "its last all-reduce in a backward counts as the wait.",
     "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
     "replayed, its calls, forwards and backwards are not seen.",
-    "threads": "What other threads of the program train: modules ran on a thread that the program "
-    "had started, and only the main thread's spans, steps and memory are recorded.",
-    "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
-    "counted, so the bytes are those of the program as it is written. It compiles in the step "
-    "after that, which takes longer; with memory_steps=0, in the first step.",
     "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
     "their clocks were compared once, before the first step, and may drift apart in a long run.",
-    "scratch": "What kernels allocate and free while they compute, here those of {kernels}: only "
-    "tensors that operations return are counted, so the process may hold more than the peak says.",
+    "scratch": "What kernels allocate and free while they compute, attention or gloo's gathers "
+    "say: only tensors that operations return are counted, so the process may hold more than the "
+    "peak says.",
 }
 
 
@@ -108,22 +101,16 @@ def _collectives(report: Tables, calls: pd.DataFrame) -> str:
     lines, outline = [], facts.in_outline(report)
     num_ranks = len(facts.reported_ranks(report))
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
-        ranks, when = sorted(set(rows["rank"])), ""
+        ranks = sorted(set(rows["rank"]))
         rank_steps = sum(steps_of(report, rank) for rank in ranks)  # steps, summed over the ranks
-        if (with_calls := len(rows.groupby(["rank", "step"]))) < rank_steps:
-            steps, total = rows["step"][rows["rank"] == ranks[0]], steps_of(report, ranks[0])
-            when, rank_steps = f"in {steps.nunique()} of {total} steps, ", with_calls
         sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} more" * (len(sizes) > NAMED)
         counted = f"{round(len(rows) / rank_steps, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row is the sum of all equal calls
-        sent = mb(rows["wire_bytes"].sum() / rank_steps)
         who = "a rank" if len(ranks) == num_ranks else f"each of {len(ranks)} ranks"
         who = f"rank {ranks[0]}" if len(ranks) == 1 else who
-        lines.append(
-            f"axis {axis}, {phase}: {when}{what}; {who} sends {sent}"
-            f"{' in such a step' * bool(when)}"
-        )
+        sent = mb(rows["wire_bytes"].sum() / rank_steps)
+        lines.append(f"axis {axis}, {phase}: {what}; {who} sends {sent}")
     return "\n".join(lines)
 
 
@@ -132,24 +119,15 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
     axes_of: dict[str, list[str]] = {}  # {description: the axes that it fits}
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
-    for axis in sorted(set(collectives["axis"])):
-        axes_of.setdefault(describe_axis(report, collectives, axis), []).append(axis)
-    sends = calls[calls["op"] == "send"]
-    of_reduce = sends["span"].isin(collectives["span"])
-    if of_reduce.any():
-        text = "gloo's reduce is a reduce-scatter whose parts are then sent to the root"
-        axes_of[text] = sorted(set(sends["axis"][of_reduce]))
-    received = set(calls["span"][calls["op"] == "recv"])  # with a send: in one all-to-all
-    for axis, rows in sends[~of_reduce].groupby("axis"):
+    for axis, rows in collectives.groupby("axis"):
+        axes_of.setdefault(describe_axis(report, rows, axis), []).append(axis)
+    for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
         messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
-        like = "it may be a pipeline, a ring made by hand, a gather, or an exchange of unequal "
-        like += "parts"
-        if rows["span"].isin(received).all():
-            like = "they make up all-to-alls whose sizes the program states, perhaps an exchange "
-            like += "of unequal parts"
+        like = "it may be a pipeline, a ring made by hand, a gather, gloo's reduce, or an "
+        like += "exchange of unequal parts"
         axes_of.setdefault(f"messages per step: {messages}; {like}", []).append(axis)
     lines = []
     for description, axes in axes_of.items():
@@ -207,41 +185,27 @@ def _compute_in_flight(
 
 def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     """How often the gradients of a step are reduced, judged by the axis on which a rank reduces
-    most bytes, sums of activations apart. Where no backward reduces, the program's own reductions
-    count if every step has some. A group of one rank reduces nothing.
+    most bytes, sums of activations apart. A group of one rank reduces nothing.
     """
     sums = calls[calls["op"].isin(REDUCTIONS) & calls["ranks"].map(len).gt(1)]
     axes = [a for a, rows in sums.groupby("axis") if not sums_activations(report, rows, a)]
     rank = int(sums["rank"].min()) if axes else 0
-    sums = sums[(sums["rank"] == rank) & sums["axis"].isin(axes)]
-    rows = sums[sums["phase"] == "backward"]
-    if by_hand := rows.empty:
-        rows = sums[sums["phase"] == "data"]
-        if rows["step"].nunique() < steps_of(report, rank):
-            return ""
-    if not fully_sharded(report, rank):  # else what FSDP reduces and what DDP does are two sizes
-        rows = rows.assign(op="")
-    size = rows.groupby(["axis", "op"])["payload_bytes"].sum()
-    axis, op = size.idxmax()
-    psi = trained_bytes(report, rank, axis, op=op)
-    m, reducing = backwards(report, rank, rows)
+    sums = sums[(sums["rank"] == rank) & sums["axis"].isin(axes) & sums["phase"].isin(REDUCING)]
+    if sums.empty:
+        return ""
+    size = sums.groupby("axis")["payload_bytes"].sum()
+    psi, (m, reducing) = trained_bytes(report, rank, size.idxmax()), backwards(report, rank, sums)
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi
-    late = sums[sums["axis"].eq(axis) & sums["phase"].eq("data")]["payload_bytes"].sum()
-    late = 0 if by_hand else late / steps_of(report, rank) / psi  # the last bucket's, say
-    if not whole_number(times) and whole_number(times + late):
-        times += late
-    passes = count_of(m, "backward pass", ".3g")
-    if by_hand and not whole_number(times):
-        return ""  # these sums are not of gradients
+    if not (reducing or whole_number(times)):
+        return ""  # these sums, made by hand, are not of gradients
     text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
-    if made_of(report, "closures", rank):
-        return f"{text}, which has {passes}, with those of a closure that the optimizer evaluates."
+    text += f", which has {count_of(m, 'backward pass', '.3g')}"
     if _updates_between(report, rank):
-        return f"{text}, which has {passes}, with an optimizer's step between them."
+        return f"{text}, with an optimizer's step between or around them."
     if m == 1 or reducing != m:
-        return f"{text}, which has {passes}."
+        return f"{text}."
     return (
         f"For every one of {m:.3g} micro-batches: {text}. Accumulating first "
         "(no_sync, or set_requires_gradient_sync(False), in all but the last) would send 1/"
@@ -251,7 +215,8 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
 
 def _updates_between(report: Tables, rank: int) -> bool:
     """Whether an optimizer steps before the last backward of a step begins. Then the backwards are
-    no micro-batches, but of a generator and its critic, say, or of a step marked once per epoch.
+    no micro-batches, but of a generator and its critic, of a closure that the optimizer evaluates,
+    or of a step marked once per epoch.
     """
     spans = report.spans[report.spans["rank"].eq(rank)]
     spans = spans[spans["step"].isin(facts.measured_steps(report))]
@@ -267,11 +232,7 @@ def _peak(report: Tables) -> str:
         return "The bytes of tensors were not counted."
     held = sorted(peak.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
-    text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
-    if peak.held.get("other", 0) > OTHER * peak.total:
-        text += ". “Other” is what the program allocates outside forward, backward and optimizer: "
-        text += "copies of weights, batches, a data set, losses."
-    return text
+    return f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
 
 
 def _whole(report: Tables) -> str:
@@ -296,22 +257,18 @@ def _whole(report: Tables) -> str:
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
-    counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
-    on_gpu, observed = facts.device_of(report) == "cuda", report.meta.get("observed", ())
-    scratch = sorted({what for program in observed for what in program.get("scratch", ())})
-    apart = 1e3 * facts.clock_uncertainty(report)
+    counted, observed = sorted(set(report.memory["step"])), report.meta.get("observed", ())
+    on_gpu, apart = facts.device_of(report) == "cuda", 2e3 * facts.clock_uncertainty(report)
     holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
+    holds["aside"] |= on_gpu and fully_sharded(report)
     holds |= {
         "shared": report.meta.get("shared_gpu"),
-        "through host": on_gpu and observed and report.meta.get("backend") == "gloo" and len(calls),
-        "gloo": not on_gpu and len(calls),
-        "FSDP": (on_gpu or not len(calls)) and fully_sharded(report),
-        "DDP": "DistributedDataParallel" in modules,
+        "gloo": len(calls) and (not on_gpu or (observed and report.meta.get("backend") == "gloo")),
+        "DDP": "DistributedDataParallel" in made_of(report, "modules"),
         "clocks": report.clock == "measured" and apart,
-        "scratch": scratch,
+        "scratch": observed and counted,
     }
-    named = {"kernels": " and ".join(scratch), "apart": 2 * apart}
-    unknown = [text.format(**named) for name, text in UNKNOWN.items() if holds[name]]
+    unknown = [text.format(apart=apart) for name, text in UNKNOWN.items() if holds[name]]
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     counts = sorted(set(steps["rank"].value_counts()))
     if len(counts) > 1:

@@ -234,16 +234,9 @@ def _sums_in_outline(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
-    """The median of each of ``shares`` over the measured steps; NaN without steps. Where fewer than
-    half of the steps communicate, as with local SGD, the median would be 0: then wait,
-    communication and hidden are means.
-    """
+    """The median of each of ``shares`` over the measured steps; NaN without steps."""
     parts = [shares(report, step) for step in measured_steps(report)]
-    typical = {name: median([part[name] for part in parts] or [NAN]) for name in SHARES}
-    if typical["communication"] == 0 < max(part["communication"] for part in parts):
-        for name in ("wait", "communication", "hidden"):
-            typical[name] = sum(part[name] for part in parts) / len(parts)
-    return typical
+    return {name: median([part[name] for part in parts] or [NAN]) for name in SHARES}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:

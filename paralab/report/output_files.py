@@ -64,8 +64,6 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
     if place.name.endswith(".gz"):
         # Without a date, so that equal data give equal files.
         data = gzip.compress(data, 6, mtime=0)
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {place.parent}; create it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(scratch, "xb") as file:

@@ -2,7 +2,8 @@
 
     {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
-Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float). A file
+Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; Python's
+also NaN and Infinity, which a diverged run's losses are). A file
 whose content has changed since it was written is refused: a clear error is worth more than a wrong
 number. A run over several machines writes one part per rank into a folder; `pl.load` merges them.
 """
@@ -13,7 +14,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -33,12 +33,11 @@ VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
 # Facts of meta that reports are asked for: a type, [of each] or {key: of its value}.
 _PARAMETER = {"name": str, "elements": int, "held": int, "bytes": int, "trained": bool}
-_PROGRAM = {"modules": [str], "scratch": [str], "parameters": [_PARAMETER | {"cut": dict}]}
+_PROGRAM = {"modules": [str], "parameters": [_PARAMETER | {"cut": dict}]}
 _FLIGHT = ("communication", "communication hidden", "copies", "copies hidden")
 _FACTS = {"nodes": [int], "cores": int, "one_machine": bool, "skipped_steps": int, "compute": float}
 _FACTS |= {"num_params": int, "memory_limit": int, "optimizer": str, "observed": [_PROGRAM]}
 _FACTS |= {"clock_offsets": {"uncertainty_s": [float]}, "in flight": dict.fromkeys(_FLIGHT, float)}
-_LATER = {"modules": [], "scratch": [], "parameters": [], "cut": {}}  # older reports lack them
 # All that reading a report from arbitrary JSON may raise; `read` turns each into a ValueError.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -106,12 +105,12 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
 def write(path: str | os.PathLike[str], body: dict[str, Any], kind: str) -> None:
     """Write the body, sealed, as JSON."""
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
-    output_files.write(path, json.dumps(sealed, allow_nan=False).encode())
+    output_files.write(path, json.dumps(sealed).encode())
 
 
 def seal(body: Mapping[str, Any]) -> str:
     """The SHA-256 of a body's canonical JSON: neither spacing nor the order of keys counts."""
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -122,12 +121,7 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     """
     again = "save the report again, or load another copy"
     path = checks.path("path", path, "a report that report.save wrote")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path}: there is no such file; report.save({str(path)!r}) would create it"
-        ) from None
+    data = path.read_bytes()
     try:
         if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
             room = memory_bytes() // 4  # parsed, JSON takes more than four times its bytes
@@ -138,13 +132,9 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         why = f"damaged or not a report ({error})"
         raise ValueError(f"{path}: the file is {why}; {again}") from None
-    if not isinstance(envelope, dict) or envelope.get("format") not in (REPORT, PART):
-        raise ValueError(f"{path}: the file is not a paralab report; legal: what report.save wrote")
-    if envelope["format"] != kind:
-        raise ValueError(
-            f"{path}: the file is a {envelope['format']}, not a {kind}; "
-            "pl.load takes a saved report, or the folder with the parts of all ranks"
-        )
+    if not isinstance(envelope, dict) or envelope.get("format") != kind:
+        legal = "what report.save wrote, or the folder with the parts of all ranks"
+        raise ValueError(f"{path}: the file is not a {kind}; legal: {legal}")
     version = envelope.get("version")
     if version != VERSION:
         raise ValueError(
@@ -166,8 +156,8 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else plain(model.to_dict(), "model"),
         "plan": plain(fields["plan"].to_dict(), "plan"),
-        "meta": _encode(plain(dict(fields["meta"]), "meta")),
-        "losses": _encode(fields["losses"]),
+        "meta": plain(dict(fields["meta"]), "meta"),
+        "losses": fields["losses"],
         "tables": {name: tables.columns_of(name, fields[name]) for name in tables.COLUMNS},
     }
 
@@ -178,8 +168,8 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
         "plan": Plan.from_dict(typed(body, "plan", dict)),
-        "meta": _decode(typed(body, "meta", dict)),
-        "losses": _decode(typed(body, "losses", list)),
+        "meta": typed(body, "meta", dict),
+        "losses": typed(body, "losses", list),
         **{name: tables.columns_of(name, typed(columns, name, dict)) for name in tables.COLUMNS},
     }
 
@@ -210,7 +200,7 @@ def _checked(report: AnyReport) -> AnyReport:
 def _is(kind: Any, value: Any) -> bool:
     """Whether a fact, and all that is in it, is of this kind."""
     if isinstance(kind, dict) and isinstance(value, dict):
-        return all(_is(each, (_LATER | value).get(name)) for name, each in kind.items())
+        return all(_is(each, value.get(name)) for name, each in kind.items())
     if isinstance(kind, list) and isinstance(value, list):
         return all(_is(kind[0], each) for each in value)
     if kind is dict and isinstance(value, dict):  # {axis: ranks}
@@ -218,24 +208,3 @@ def _is(kind: Any, value: Any) -> bool:
     if kind in (int, float):
         return type(value) in (int, kind) and abs(value) < 2**63
     return type(value) is kind
-
-
-def _encode(value: Any) -> Any:
-    """Replace NaN and infinities, which a diverged run's losses are and JSON has no form for."""
-    if isinstance(value, dict):
-        return {k: _encode(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(v) for v in value]
-    if isinstance(value, dict):
-        if list(value) == ["$float"]:
-            return float(typed(value, "$float", str))
-        return {k: _decode(v) for k, v in value.items()}
-    return value

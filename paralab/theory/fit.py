@@ -20,11 +20,11 @@ from paralab.spec.links import messages
 NEVER = 1e18  # the rate that a fitted coefficient of zero stands for: its term vanishes
 
 
-def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float], dict[str, float]]:
-    """((FLOP/s, bytes/s, seconds per kernel), accuracy); adds "fitted" seconds to every point."""
+def fit_device(points: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """(FLOP/s, bytes/s, seconds per kernel)"""
     terms = [(p["flops"], p["bytes"], p["kernels"]) for p in points]
-    (per_flop, per_byte, per_kernel), accuracy = _fitted(points, terms)
-    return (_rate(per_flop), _rate(per_byte), per_kernel), accuracy
+    (per_flop, per_byte, per_kernel), _ = _fitted(points, terms)
+    return _rate(per_flop), _rate(per_byte), per_kernel
 
 
 def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
@@ -41,10 +41,8 @@ def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
     return Link(alpha=alpha, bandwidth=_rate(per_byte)), accuracy
 
 
-def fit_rate(
-    points: list[dict[str, Any]], half_rate_tokens: float | None = None
-) -> tuple[float, dict[str, float]]:
-    """(FLOP/s, accuracy) of one kind of matrix product; adds "fitted" seconds to every point.
+def fit_rate(points: list[dict[str, Any]], half_rate_tokens: float | None = None) -> float:
+    """FLOP/s of one kind of matrix product.
 
     half_rate_tokens  tokens at which a product reaches half of its rate, on a device on which small
                       products are slower. The fit then has a constant time per product as well,
@@ -52,8 +50,8 @@ def fit_rate(
     """
     half, constant = half_rate_tokens or 0.0, float(half_rate_tokens is not None)
     terms = [(p["flops"] * (1 + half / p.get("tokens", 1)), constant) for p in points]
-    (per_flop, _), accuracy = _fitted(points, terms)
-    return _rate(per_flop), accuracy
+    (per_flop, _), _ = _fitted(points, terms)
+    return _rate(per_flop)
 
 
 def fit_half_rate(points: list[dict[str, Any]]) -> float:
