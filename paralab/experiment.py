@@ -96,7 +96,7 @@ def checked(
         "clip_norm": clip,
         "data": None if data is None else str(corpus.root),
         "seed": seed,
-        "keep_state": keep_state,
+        "keep_state": choice("keep_state", keep_state, (True, False)),
         "memory_limit": None if memory_limit is None else num_bytes("memory_limit", memory_limit),
         "save": None,
         "save_every": save_every,
@@ -167,7 +167,10 @@ def run(
     afterwards. No process is left behind in any case.
     """
     __tracebackhide__ = True
-    check_launch(timeout, device)
+    if not callable(progress):
+        choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
+    limits = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
+    check_launch(**limits)
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
@@ -203,14 +206,8 @@ def run(
     with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
-<<<<<<< ours
-                given = model, plan, settings, folder
-                how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}
-                how |= {"optimizers": False, "on_progress": bar.move}
-=======
                 given = model, plan, settings, resume and os.fspath(resume), folder
                 how = {"optimizers": False, "on_progress": bar.move, **limits}
->>>>>>> theirs
                 parts = launch_program(_program, plan.world_size, given, **how)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {bar}") from None

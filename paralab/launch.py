@@ -178,7 +178,7 @@ def launch_program(
         raise illegal("fn", program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
-    timeout = check_launch(timeout, device)
+    timeout = check_launch(timeout, device, strict, stop)
     payload = _pickled("fn", program, tuple(args), fn)
     cwd = current_folder()
     task = {
@@ -217,10 +217,15 @@ def launch_program(
         return run.results()
 
 
-def check_launch(timeout: float, device: str | None) -> float:
+def check_launch(
+    timeout: float, device: str | None, strict: bool = False, stop: threading.Event | None = None
+) -> float:
     """The timeout in effect. Raises ``ValueError`` on arguments of `launch` that are illegal."""
     timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
     choice("device", device, LEGAL)
+    choice("strict", strict, (False, True))
+    if stop is not None and not isinstance(stop, threading.Event):
+        raise illegal("stop", stop, "not an event", "None | threading.Event()")
     return timeout
 
 

@@ -271,6 +271,7 @@ LOCK = threading.Lock()
     ({"args": "ab"}, "args='ab'"),
     ({"timeout": float("nan")}, "timeout=nan"),
     ({"device": "tpu"}, "device='tpu'.*'cuda'"),
+    ({"stop": lambda: True}, r"stop=.*legal: None \| threading.Event\(\)"),
     ({"fn": 3}, "fn=3: cannot be called"),
     ({"fn": lambda: LOCK}, "its global 'LOCK', a lock, cannot be sent"),
     ({"fn": (lambda guard: lambda: guard)(LOCK)}, "its variable 'guard', a lock"),

@@ -82,11 +82,11 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
 
 
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",
-        "clip_norm=-1.0", "seed=-1", "seed=2**31",
+        "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'",
         "memory_limit=0", "memory_limit=1.5", "memory_limit=True", "memory_limit='much'",
         "memory_limit='0MB'", "memory_limit='-64MB'", "memory_limit='1.5'", "memory_limit='nanMB'",
         "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "device=[2]",
-        "timeout=0", "timeout='long'")  # fmt: skip
+        "timeout=0", "timeout='long'", "strict=2", "stop=True", "progress=None")  # fmt: skip
 def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, tmp_path, field, value):
     """And before it creates a folder for its checkpoints."""
     monkeypatch.setattr("paralab.ranks.watch.Run.start", None)
