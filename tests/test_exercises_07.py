@@ -5,7 +5,8 @@ import pytest
 
 import paralab as pl
 from judged import Table, altered
-from paralab.exercises import diagnose, pairs
+from paralab.exercises import diagnose, pairs, tensor
+from paralab.exercises.tries import Outcome
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
 EXERCISE = pl.exercises.ALL
@@ -75,7 +76,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp(("self.up.bias.copy_(up.bias[own])", "pass")), {"result", "gradients"},
          "; rank 0: its up.bias, element 0: "),
         (mlp(("down.weight[:, own]", "down.weight[:, rank::t]")), {"result", "gradients"},
-         "; rank 0: its down.weight, element (0, "),
+         "; columns r, r + t, ... of down.weight are on rank r, required: contiguous"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
          {WEIGHTS}, ("t=2: rank 0 holds 138,912 bytes of weights, required: at most 48,",
                      "; its part is 46,")),
@@ -132,6 +133,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss(("local.clamp(0, width - 1)", "targets % width"), ("[:, 0] * here", "[:, 0]"),
               ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
          ("ranks without the target contribute another logit", "1 is subtracted also on ranks th")),
+        (loss(("local.clamp(0, width - 1)", "targets % width"),
+              ("[:, 0] * here", "[:, 0] - largest"), ("(largest + sums", "(sums")), {"loss"},
+         "; it is so if ranks without the target contribute another logit"),
         (loss(("target = logits.gather(1, local[:, None])[:, 0] * here",
                "target = (logits.gather(1, local[:, None])[:, 0] - largest) * here")), {"loss"},
          "; it is so if the maximum is added twice, or subtracted from the target's logit too"),
@@ -221,6 +225,14 @@ def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant
         assert said.startswith("rank 0: up, element (")
         words = "; from there on it has elements of another place, in down"
         assert said.endswith(words) if named else "another place" not in said
+
+
+def test_a_last_bias_of_which_each_rank_adds_a_part_is_not_called_wrong():
+    pair = pairs.PAIRS["mlp"]
+    whole = pairs.drawn(pair, 7)["down.bias"]
+    for parts, named in ((1, False), (2, False), (3, True)):
+        found = Outcome((), 7, None, [{"its down.bias": whole / parts}] * 2)
+        assert named == bool(tensor._not_its_part(found, pair, "down.bias"))
 
 
 def test_changes_of_a_few_elements_that_are_alike_by_chance_are_not_of_another_place():

@@ -31,17 +31,19 @@ def bandwidth(tries: Tries) -> None:
     for notes, (limit, tokens, moved, peak, e), reply in ask(tries, CASES, questions):
         notes.where = f"{tokens:,} tokens, {moved} bytes per parameter, {100 * e:g} %"
         right = bandwidth_needed(e, 8 * tokens / moved, peak)
-        mistakes = unlike(known(right, tokens, e))
+        mistakes = unlike(known(right, tokens, moved, e))
         wrong = reply.number(right, mistakes, _gb_per_s, " of bytes per second", 1e-9)
         notes.look(limit, wrong, _gb_per_s(right))
 
 
-def known(right: float, tokens: int, e: float) -> Mistakes:
+def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
+    yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
     yield "copies may take (1 - e) / e of the time of the computation, not 1 - e of it", right / e
     both = "or yours doubles the bytes: moved has those of both directions"
     yield f"a multiply-add is two FLOPs: 8 per parameter and token, not 4, {both}", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
+    yield "that is for one byte per parameter", right / moved
     yield "that is e X / I: copies have 1 - e of the step's time", right * (1 - e)
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
     yield "that is X / I, with which copies take as long as the computation", right * (1 - e) / e

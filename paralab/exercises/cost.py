@@ -62,6 +62,7 @@ def days_and_mfu(tries: Tries) -> None:
         shared = "all devices work on the same step: its seconds are not divided by their number"
         of_days = [
             ("those are seconds", days * needs.SECONDS_PER_DAY),
+            ("those are hours", days * 24),
             ("yours counts a step per sample: a step trains several samples", days * samples),
             (shared, days / devices),
         ]
@@ -124,10 +125,15 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
     yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
     yield "yours counts forward alone", blocks + head
+    yield "backward makes two products for each product of forward", 3 * blocks + 2 * head
     yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
     yield "yours counts one sample", right / samples
+    yield "yours counts one token per sample", right / model.seq_len
+    yield "yours counts the linear layers alone: attention and the head are missing", 4 * linear
     yield "the head is missing", 4 * blocks
     yield "attention's scores are missing", without_scores
+    scores = (right - without_scores) / model.heads
+    yield "yours counts attention's scores of one head", without_scores + scores
     said = "attention makes two products, each for all pairs of tokens, masked or not"
     yield said, (right + without_scores) / 2
     yield "that is 8 Ψ per token: an approximation, not the count", 8 * per_token
@@ -144,6 +150,7 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
     yield "yours recomputes nothing", _days(*settings, recompute=False)
     yield f"that is 6 Ψ per token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
+    yield "those are hours", right * 24
     yield "that is for one device", right * devices
     yield "tokens are not samples: a sample has model.seq_len of them", right * model.seq_len
 

@@ -114,6 +114,7 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
             known = [
                 (f"it is the norm of this stage alone: sum the squares over pp{WAIT}", own),
                 (ADDED, sum(stages[other] for other in plan.ranks("pp", rank))),
+                ("squares are summed over dp, required: over pp", own * d**0.5),
                 *((OLD_ONES, OLD * model.num_params**0.5 * times) for times in (1, d)),
                 *((ONE_PIPELINE, one_pipeline / times) for times in (1, d)),
                 ("it is the norm after clipping", min(norm, most)),
@@ -122,6 +123,7 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
                 ("the loss is not divided by the number of micro-batches", norm * m),
                 ("the loss is divided neither by m nor by dp", norm * m * d),
                 (TWICE, norm / d),
+                ("the squares of the stages are averaged, not added", norm / plan.pp**0.5),
                 ("it is the square of the norm", norm**2),
             ]
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)

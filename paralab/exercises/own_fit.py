@@ -76,6 +76,7 @@ def known(rows: Rows, place: int) -> Mistakes:
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
+        ("the harmonic mean of the rates", lambda some: statistics.harmonic_mean(rates(some))),
     ):
         yield f"yours uses {words}", right(rows, rate)[place]
     if place:
@@ -91,6 +92,7 @@ def known(rows: Rows, place: int) -> Mistakes:
         yield said, size(errors(rows, others))
     else:
         yield "that is in TFLOP/s", numbers[place] / 1e12
+        yield "that is the logarithm of the rate", math.log(numbers[place])
         yield "the product of many rates overflows: add their logarithms", math.inf
         yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
 

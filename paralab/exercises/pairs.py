@@ -56,24 +56,26 @@ def attention(
     *,
     scale: float = WIDTH,
     sees: int = 1,
+    order: str = "qkv",
     reshaped: str = "",
     hide: float | None = -math.inf,
     axis: int = -1,
 ) -> Any:
     """Causal attention, of as many heads as qkv has outputs for. For known mistakes: the square of
-    the scores' divisor, how many tokens token i sees from i on, whether heads are reshaped, not
-    transposed, "before" or "after" attention; the score of hidden tokens, or None if they are
-    hidden after softmax alone; the axis of softmax.
+    the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for,
+    where heads are reshaped, not transposed: "before" attention, "after" it, or both; the score of
+    hidden tokens, or None if they are hidden after softmax alone; the axis of softmax.
     """
     tokens = w["x"].shape[1]
     by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH).transpose(1, 2)
     right = by_head.transpose(2, 3)  # (B, 3, a, s, d)
-    q, k, v = (by_head.reshape(right.shape) if reshaped == "before" else right).unbind(1)
+    parts = by_head.reshape(right.shape) if "before" in reshaped else right
+    q, k, v = (parts[:, order.index(one)] for one in "qkv")
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees)
     scores = q @ k.mT / scale**0.5
     share = (scores if hide is None else scores.masked_fill(hidden, hide)).softmax(axis)
     mixed = (share.masked_fill(hidden, 0) if hide is None else share) @ v
-    mixed = mixed if reshaped == "after" else mixed.transpose(1, 2)
+    mixed = mixed if "after" in reshaped else mixed.transpose(1, 2)
     return _linear(w, "proj", mixed.reshape(BATCH, tokens, -1))
 
 
@@ -165,6 +167,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         results = terms(pair, w, [one | whole for one in parts], name)
         words = f"f is applied to the input of {second.partition('.')[0]}"
         yield f"{words}, but it belongs on x", results[rank]
+        yield f"{words} as well as to x", sum(results)
         words = "the gradient of another use of x, as in x + mlp(x), is summed too: f has to "
         words += "return a tensor of its own, and not to work on x"
         yield words, sum(own_terms) + (t - 1) * drawn(pair, seed)["grad"]
@@ -173,25 +176,33 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
     words = "the input was summed over the ranks, and the result was not, as if f were g"
     yield words, summed[rank] + bias
+    yield "it is the largest of the ranks' terms", np.max(own_terms, axis=0) + bias
 
 
 def _wrong_layers(pair: Pair, w: Arrays, parts: list[Arrays]) -> Iterator[tuple[str, list, dict]]:
     """(words, each rank's weights, what is changed in forward) of known mistakes in the layers."""
+    t, second = len(parts), list(pair.shapes)[-2]
+    strided = [one | {second: w[second][:, r::t]} for r, one in enumerate(parts)]
+    yield f"columns r, r + t, ... of {second} are on rank r, required: contiguous", strided, {}
     if pair.forward is mlp:
         yield "GELU is not in its tanh form", parts, {"activation": torch.nn.functional.gelu}
         yield "ReLU is in the place of GELU", parts, {"activation": torch.relu}
         yield "GELU is missing", parts, {"activation": lambda inside: inside}
         return
-    yield "scores are divided by √h, required: √(h/a)", parts, {"scale": HIDDEN}
+    for root, scale in (("√h", HIDDEN), ("√(h/t)", HIDDEN / t), ("h/a", WIDTH**2)):
+        yield f"scores are divided by {root}, required: √(h/a)", parts, {"scale": scale}
     yield f"scores are not divided, required: by √(h/a), here √{WIDTH}", parts, {"scale": 1}
     yield "every token sees those after it", parts, {"sees": SEQ}
+    yield "every token sees the one after it", parts, {"sees": 2}
+    yield "no token sees itself, and the first sees none: a softmax of nothing", parts, {"sees": 0}
     yield "tokens are hidden after softmax, required: before it", parts, {"hide": None}
     yield "hidden tokens have the score 0, required: -inf", parts, {"hide": 0}
     for axis, over in ((1, "heads"), (2, "queries")):
         yield f"softmax is over {over}, required: over keys, the last axis", parts, {"axis": axis}
-    for when in ("before", "after"):
+    for order in ("kqv", "qvk", "vqk", "kvq", "vkq"):
+        yield f"qkv's output is read as {', '.join(order)}, not q, k, v", parts, {"order": order}
+    for when in ("before", "after", "before and after"):
         yield f"heads are reshaped {when} attention, not transposed", parts, {"reshaped": when}
-    t = len(parts)
     cut = [p | {n: np.split(w[n], t)[r] for n in p if "qkv" in n} for r, p in enumerate(parts)]
     words = "each rank has a contiguous t-th of qkv: queries of some heads and keys of others"
     yield words, cut, {}

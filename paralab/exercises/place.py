@@ -124,10 +124,15 @@ def suits(plan: Any, case: Case) -> None:
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(case.spec)
     devices, size, step = case.cluster.num_devices, plan.world_size, plan.global_batch
-    samples = f"dp*microbatches*microbatch_size is {step}, and a step has {case.batch} samples"
+    dp = f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}"
+    d, m, b = plan.dp, plan.microbatches, plan.microbatch_size
+    said = f"dp*microbatches*microbatch_size is {d}*{m}*{b} = {step}, "
+    said += f"and a step has {case.batch} samples"
+    count = "no number" if case.batch % (d * b) else case.batch // (d * b)
+    count = f"{count} with dp={d}, microbatch_size={b}"
     for field, holds, why, legal in (
-        ("dp", size == devices, f"dp*tp*pp is {size}, and there are {devices} devices", "all"),
-        ("microbatches", step == case.batch, samples, "the whole batch"),
+        ("dp", size == devices, f"dp*tp*pp is {size}, and there are {devices} devices", dp),
+        ("microbatches", step == case.batch, said, count),
         ("precision", plan.precision == PRECISION, "not the required precision", repr(PRECISION)),
         ("offload", plan.offload is None, "not allowed in this exercise", "None"),
     ):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import io
+import re
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
@@ -40,7 +41,12 @@ REQUIRED = {
     "memory between steps": "tensors: at most 20 kB",
 }
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
-READ_ONLY = '; a change in place of a np.memmap of mode "r" ends so: required: "r+"'
+CAUSES = {  # {pattern of a failure: a frequent cause}
+    "SIGSEGV|SIGBUS": '; a change in place of a np.memmap of mode "r" ends so: required: "r+"',
+    "RuntimeError: The size of tensor.*dimension 0": "; where a file ends, a slice is shorter than "
+    "asked for: 8 bytes per parameter are required",
+    "ZeroDivisionError.*self.steps": "; self.steps is 0: step has to add 1 to it before",
+}
 Named = dict[str, Any]  # {name: value}
 
 
@@ -65,7 +71,7 @@ def streamed_optimizer(tries: Tries) -> None:
             how = "keeps {} bytes in memory between steps", f"; all states have {states:,}"
             notes.memory(KEPT, [result["kept"]], SCALARS, *how)
     for notes in (one.notes for one in tries.all):
-        notes.said += READ_ONLY * ("SIGSEGV" in notes.said)
+        notes.said += "".join(why for sign, why in CAUSES.items() if re.search(sign, notes.said))
 
 
 def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
@@ -148,6 +154,10 @@ def _mistakes(
     settings: Named, first: Named, grads: Named, yours: Named, step: int, name: str
 ) -> Iterator[tuple[str, Any]]:
     """(words, the parameter after the step) of known mistakes in the states of AdamW."""
+    if np.isnan(yours[name]).any():
+        said = "the root of a negative number is NaN, as when v is read from another number's place"
+        yield said, yours[name]
+        return
     yield "it is as it was before the step", first[name]
 
     def stepped(count: int) -> Any:
@@ -166,9 +176,9 @@ def _mistakes(
         return
     right = mixed = stepped(0)
     for count in range(1, sum(-(-array.size // UNIT) for array in first.values()) + 1):
-        other = stepped(count)
+        yield f"the step count is {count + 1} in the first step, not 1", (other := stepped(count))
         mixed = np.where(yours[name] == other, other, mixed)
-    yield "the step count is above 1 in the first step", mixed
+    yield "the step count grows more than once in a step", mixed
     wrong = np.flatnonzero(yours[name] != right)[0] // UNIT * UNIT  # where its unit begins
     right_before = name != next(iter(first)) or grads[name].reshape(-1)[:wrong].any()
     moved = yours[name] - first[name] * (1 - settings["lr"] * settings["weight_decay"])

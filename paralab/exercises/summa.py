@@ -145,17 +145,24 @@ def wrong_block(
         if name == "y":
             swapped = sum(x[a, j] @ w[i, a] for a in range(q))
             return [(CROSS, swapped), empty]
-        lines, step = ("column", "row"), j
+        lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
         swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
         addends = [dy[i, j] @ w[a, j].T for a in range(q)]
         if name == "dw":
-            lines, step = ("row", "column"), i
+            lines, step, line_sums = ("row", "column"), i, right[j::q]
             swapped = sum(x[i, j].T @ dy[i, a] for a in range(q))
             addends = [x[i, a].T @ dy[i, j] for a in range(q)]
         keep = f"; it has to keep the sum of step {step}, its place in the {lines[1]}"
-        own = [(f"it is its own term of step {s}{keep}", term) for s, term in enumerate(addends)]
+        other = []
+        for own, term in enumerate(addends):
+            if own != step:
+                place = f", its place in the {lines[0]}" * (own == i + j - step)
+                other.append((f"it is its own term of step {own}{place}{keep}", term))
+        addends[step] = right[rank]
+        said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
-        return [empty, (crossed, swapped), *own[:step], *own[step + 1 :]]
+        # Without its step alone: a reduce leaves its own terms otherwise, an all-reduce the sums.
+        return [empty, (crossed, swapped), *other, (said, sum(addends)), (said, sum(line_sums))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",

@@ -22,6 +22,7 @@ from paralab.exercises.attempts import launched, without_stub
 from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
+from paralab.ranks.failure import ENDED
 from paralab.ranks.hangs import Frame
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -133,7 +134,8 @@ class Tries:
         patience  factor on the timeout
         unbroken  limits: an answer that has broken one of them is not run; by default all limits
         memory    whether ``work`` measures bytes of tensors. Then every operation is watched, which
-                  takes as long as a small model does
+                  takes as long as a small model does. Without, an answer that reads a freed tensor
+                  crashes its process, and runs again watched, so that the verdict can say why
         """
         tries = [t for t in self.all if not (t.notes.over or t.notes.broke(unbroken))]
         if not tries:
@@ -141,12 +143,14 @@ class Tries:
         answers = [(t.answer, t.seed) for t in tries]
         timeout = patience * len(tries) * self.timeout
         settings = {"nodes": nodes, "device": "cpu", "timeout": timeout}
-        work_and_answers = work, answers, args, memory
-        report, trouble = launched(trace, _program, ranks, work_and_answers, **settings)
+        launch = functools.partial(launched, trace, _program, ranks, **settings)
+        report, trouble = launch((work, answers, args, memory))
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
         if trouble.startswith("fn='_program': "):  # the launch refuses to send the answer
             trouble = unsent("answer", *tries[0].answer) or trouble
+        if not memory and ENDED in trouble:
+            report, trouble = launch((work, answers, args, True))
         for position, judged in enumerate(tries):
             judged.notes.where = where
             parts = [{"failed": trouble}] if trouble else [one[position] for one in report.results]

@@ -69,22 +69,30 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     ends = first + last
     both = "with one stage, the first is also the last: it has the embedding and the head"
     untied = "with tied=False the first stage has no head, and the last one no embedding"
+    everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
         ("yours counts those of all tensor-parallel ranks together", whole),
         ("yours is an equal part of the whole model, but stages differ", equal),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
         (untied, right + (ends == 1) * table / plan.tp),
+        ("yours has an embedding on every stage", everywhere),
+        ("the positions' embedding is missing", right - first * MODEL.seq_len * h),
         *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
+        ("the last LayerNorm is missing", right - last * 2 * h),
         ("yours counts weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
-        *((said, right - n * (1 - 1 / plan.tp)) for said, n in _replicated(MODEL, blocks)),
+        *((said, right - n * (1 - 1 / plan.tp)) for said, n in _replicated(MODEL, blocks, first)),
     )
 
 
-def _replicated(model: ModelSpec, blocks: int) -> Mistakes:
+def _replicated(model: ModelSpec, blocks: int, first: bool) -> Mistakes:
     """(words, elements) that tp replicates and an answer may shard; below zero: the other way."""
     yield "the biases of column-parallel layers are sharded", -7 * blocks * model.hidden
-    yield "norms and the biases of row-parallel layers are replicated", 6 * blocks * model.hidden
+    norms, positions = blocks * 6 * model.hidden, model.seq_len * model.hidden
+    yield "norms and the biases of row-parallel layers are replicated", norms
+    if first:
+        yield "the positions' embedding is replicated", positions
+        yield "norms, biases of row-parallel layers and positions are replicated", norms + positions
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
@@ -172,14 +180,21 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         if twice := plan.recompute == "full":
             said = "with recomputation forward runs twice, and so do its two all-reduces"
             yield said, size - again
+        else:
+            yield "yours counts recomputation, which this plan does not use", size + again
         yield "backward makes two all-reduces per block, too", size - (1 + twice) * again
+        order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
-            order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
             yield f"the embedding's all-reduce is missing{order}", size - once
+        else:
+            yield f"there is no embedding on this stage{order}", size + once
         whole = size + (plan.pp - 1) * (size - first * once)  # with one embedding
         yield "yours counts the whole model; a stage has L/p blocks", whole
     elif axis == "pp":
-        if not first:
+        if first:
+            said = "the first stage has no stage before it to send gradients to"
+            yield said + f", or {a_number}" * (w == 2), size * 2
+        else:
             yield "a stage in the middle also sends gradients back", size / 2
         yield "every tensor-parallel rank sends the whole activation, not a t-th of it", size / t
         yield a_number, size / 2
@@ -188,12 +203,13 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         whole = per_element * model.num_params
         yield "gradients are summed once per step, not per micro-batch", size * m
         yield "yours counts the whole model; a rank holds its part of one stage", whole
-        yield "yours is an equal part of the model, but stages differ", whole / (t * plan.pp)
+        part = whole / (t * plan.pp)
+        yield "yours is an equal part of all parameters, but stages differ", part
         blocks, h = model.layers // plan.pp, model.hidden
         few = size - per_element * blocks * h * (7 / t + 6)
         yield "yours counts weights, without biases and norms", few
         yield "the token embedding is sharded", size + per_element * model.vocab * h * (1 - 1 / t)
-        for words, count in _replicated(model, blocks):
+        for words, count in _replicated(model, blocks, first):
             yield words, size - per_element * count * (1 - 1 / t)
     yield a_number, size * 2
 

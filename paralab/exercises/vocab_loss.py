@@ -111,6 +111,7 @@ def _wrong(outcome: Outcome, limit: str) -> str:
             return
         own = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)[rank]
         yield "it is the softmax, from which no target is subtracted", own
+        yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
         for place in (local.clip(0, width - 1), targets % width):
             on_all = own.copy()
             on_all[np.arange(TOKENS), place] -= 1 / TOKENS
@@ -134,7 +135,7 @@ def _known_losses(
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
     local = targets[:, None] - width * np.arange(t)  # (n, t)
     read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
-    all_read = read.sum(1), z[np.arange(TOKENS), :, targets % width].sum(1)  # clamped, or modulo
+    all_read = read.sum(1), z[np.arange(TOKENS), :, targets % width].sum(1)
 
     def taken(low: int, high: int) -> np.ndarray:
         """The sum of the target's logits of the ranks in whose part it is, from low to high."""
@@ -144,15 +145,19 @@ def _known_losses(
     largest = maxima.max(1)
     sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
     own_exp = np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    owners = maxima[np.arange(TOKENS), targets // width]  # the maximum of the target's rank
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
     doubled, own_target = whole + largest - target, target * (targets // width == rank)
     another = "ranks without the target contribute another logit"
-    mistakes = [
+    mistakes = [  # the same words twice: a maximum is added back, or the target has it subtracted
+        ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
         ("the maximum is added twice, or subtracted from the target's logit too", doubled),
+        ("the target's logit is added, not subtracted", whole + target),
         ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
+        ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        *((another, whole - one) for one in all_read),
+        *((another, whole - one + n * largest) for one in all_read for n in (0, t - 1)),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):

@@ -122,8 +122,11 @@ def main_stack(dump: str) -> list[Frame]:
 def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> Standing:
     """The `Standing` of a rank, from its note or, without one, from its stack."""
     call, with_ = "", tuple(range(world_size))
+    paralabs = [
+        f for f in stack if f.file.startswith(_PACKAGE) and not f.file.endswith("ranks/process.py")
+    ]
     own = [f for f in stack if f.own]
-    place = str((own or stack)[0]) if stack else ""
+    place = str((own or paralabs or list(stack))[0]) if stack else ""
     if note:
         call = _NOTE.match(note)[0]
         if named := _NOTE_RANKS.search(note):
