@@ -98,7 +98,9 @@ SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math
         ["import math\nups = {}", "ups.update(up=math.ceil)", "ups['up']"],
         ["import math\nups = [[1]]", "ups[0].insert(0, ups[0].pop())\nups[0][0] = math.ceil",
          "ups[0][0]"],
+        ["import math\nups = []\ndef fill(table): table.append(math.ceil)", "fill(ups)", "ups[0]"],
         ["from math import *", "ceil"],
+        ["import math\nups = [math.ceil]", "ups.remove(math.floor)", "ups[0]"],
         ["from __future__ import annotations",
          "import math\ndef up(x: Unknown): return math.ceil(x)", "up"],
         [OVER, "up"],
@@ -108,7 +110,7 @@ SHELL = "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline\nfrom math
         ["import math\nups = {}\nfor key in ['up']:\n    ups[key] = math.ceil",
          "if True:\n    def up(x):\n        return ups['up'](x)", "up"],
     ],
-    ids=["append", "update", "in place", "star",
+    ids=["append", "update", "in place", "argument", "star", "fails in the notebook too",
          "future", "an operator", "shell", "within if", "cell magic",
          "loop and if"],
 )  # fmt: skip

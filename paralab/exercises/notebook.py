@@ -1,12 +1,14 @@
 """Reads a learner's notebook without running it: its lab, and the statements that an answer needs.
 
 An answer needs the statements that import, define, assign or change a name that it uses. A call of
-a method may change its object, xs.append(1); arguments of a call are taken for unchanged.
+a method may change its object, xs.append(1), and a call whose result is dropped its arguments,
+fill(xs), unless the function is one of Python's or of this package's.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import math
 import re
@@ -22,6 +24,8 @@ from paralab.exercises import LADDERS
 LEGAL = "a notebook of a lab, such as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
 LOOKS = {"check", "chart", "show"}  # methods that change nothing
+READ = {*dir(builtins), "display", "show", "pl", "paralab"}  # their calls change no argument
+MAY_FAIL = "try:\n    exec({!r})\nexcept Exception:\n    pass  # as in the notebook"
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 FAILS = SyntaxError, ValueError  # that parsing a text may raise
 
@@ -88,15 +92,15 @@ def read(path: Any) -> Notebook:
 def statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
     """(all statements; in words, the cells that cannot be parsed)"""
     parsed: list[Statement] = []
-    imported: set[str] = set()  # names
+    made: dict[str, bool] = {}  # names of imports (True), functions and classes (False)
     paths: dict[str, str] = {}  # of the values that were assigned to them
     broken = ""
     for number, cell in enumerate(cells):
         try:
             text = _code(cell)
             for node in ast.parse(text).body:
-                imported |= _imported(node)
-                parsed.append(_statement(number, text, node, imported, paths))
+                made |= _made(node)
+                parsed.append(_statement(number, text, node, made, paths))
                 for one in node.targets if isinstance(node, ast.Assign) else ():
                     if isinstance(one, ast.Name):
                         paths[one.id] = _path(node.value, paths)
@@ -121,20 +125,23 @@ def _code(cell: str) -> str:
     return cell
 
 
-def _imported(node: ast.stmt) -> set[str]:
-    """The names that a statement imports."""
-    imports = [one for one in ast.walk(node) if isinstance(one, (ast.Import, ast.ImportFrom))]
-    return {(n.asname or n.name).partition(".")[0] for one in imports for n in one.names}
+def _made(node: ast.stmt) -> Iterator[tuple[str, bool]]:
+    """(name, True) of what a statement imports, (name, False) of its functions and classes."""
+    for one in ast.walk(node):
+        if isinstance(one, (ast.Import, ast.ImportFrom)):
+            yield from (((n.asname or n.name).partition(".")[0], True) for n in one.names)
+        elif isinstance(one, DEFINITIONS):
+            yield one.name, False
 
 
 def _statement(
-    cell: int, text: str, node: ast.stmt, imported: set[str], paths: dict[str, str]
+    cell: int, text: str, node: ast.stmt, made: dict[str, bool], paths: dict[str, str]
 ) -> Statement:
     source = _source(text, node)
     defines, uses = _names(source, node)
     imports = [one for one in ast.walk(node) if isinstance(one, ast.ImportFrom)]
     always = any(one.module == "__future__" or one.names[0].name == "*" for one in imports)
-    changes = frozenset(_changed(node)) - imported - defines - {""}
+    changes = frozenset(_changed(node, made)) - defines - {""}
     calls = [_path(one.func, paths) for one in ast.walk(node) if isinstance(one, ast.Call)]
     checks = frozenset(path.split(".")[-2] for path in calls if path.endswith(".check"))
     return Statement(cell, source, defines, changes, uses - defines, always, checks)
@@ -177,12 +184,18 @@ def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
                     yield from _at_cell_level(one)
 
 
-def _changed(node: ast.stmt) -> Iterator[str]:
-    """Names of the objects whose methods a statement calls."""
-    for one in _at_cell_level(node):
-        function = one.func if isinstance(one, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr not in LOOKS:
-            yield _root(function)
+def _changed(node: ast.stmt, made: dict[str, bool]) -> Iterator[str]:
+    """Names of the objects whose methods a statement calls, or that it gives to a function."""
+    nodes = list(_at_cell_level(node))
+    dropped = [one.value for one in nodes if isinstance(one, ast.Expr)]
+    for call in (one for one in nodes if isinstance(one, ast.Call)):
+        owner, method = _root(call.func), getattr(call.func, "attr", "")
+        if method in LOOKS or owner in READ:
+            continue
+        if method and not made.get(owner):
+            yield owner
+        if call in dropped:
+            yield from {_root(word) for word in call.args} - READ - {*made}
 
 
 def _root(node: ast.AST) -> str:
@@ -214,7 +227,7 @@ def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
 
 def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> str:
     """The source of the statements that define ``names`` and of all that these need, in the
-    notebook's order.
+    notebook's order. Those that only call may fail, as they may have failed in the notebook.
     """
     wanted, grown = set(names), -1
     while grown != len(wanted):
@@ -224,4 +237,6 @@ def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> str:
                 wanted |= s.uses
     taken = [s for s in all_statements if s.always or s.touches & wanted]
     taken.sort(key=lambda s: not s.text.startswith("from __future__"))
-    return "\n\n".join(s.text for s in taken)
+    must = [s.always or s.defines & wanted for s in taken]
+    texts = (s.text if yes else MAY_FAIL.format(s.text) for s, yes in zip(taken, must, strict=True))
+    return "\n\n".join(texts)
