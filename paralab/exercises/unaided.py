@@ -24,31 +24,38 @@ UNAIDED = COMPUTES, ("spec/", "checks.py")
 def bounded(
     call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()
 ) -> tuple[Any, str]:
-    """`attempt`, in which a loop without end raises an error, before it fills the memory.
+    """`attempt`, in which a loop without end raises an error, before it fills the memory. An answer
+    that catches the error has failed all the same.
 
     alone  a reason why this package must not be called: calling it raises an error with this text
     legal  folders and files of this package that may be called all the same
     """
-    left, allowed = LINES, tuple(f"{OURS}/{name}" for name in legal)
+    left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
+
+    def stop(why: str) -> None:
+        nonlocal stopped
+        stopped = why
+        raise RuntimeError(why)  # with which tracing ends
 
     def seen(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal left
         if event == "call" and (file := frame.f_code.co_filename).startswith(NOT_THEIRS):
             entered = file.startswith(OURS) and not frame.f_back.f_code.co_filename.startswith(OURS)
             if alone and entered and not file.startswith(allowed):
-                raise RuntimeError(alone)
+                stop(alone)
             return None
         left -= 1
-        if left < 0:
-            raise RuntimeError(f"{LINES:,} {ENDLESS}")
-        return seen
+        return seen if left >= 0 else stop(f"{LINES:,} {ENDLESS}")
 
     before = sys.gettrace()
     sys.settrace(seen)
     try:
-        return attempt(call)
+        value, trouble = attempt(call)
     finally:
         sys.settrace(before)
+    if stopped and not trouble:
+        return None, f"raised RuntimeError: {stopped}"
+    return value, trouble
 
 
 @contextlib.contextmanager
