@@ -11,6 +11,9 @@ from paralab.theory import needs
 WARM = pl.exercises.days_and_mfu
 WRONG = [  # text, what stands there instead, limits it breaks, words of the verdict
     (" / 86_400", "", {"days"}, "those are seconds"),
+    (" / 86_400", " * devices / 86_400", {"days"}, "those are device days"),
+    ("* seconds / 86_400", "* flops / (devices * peak) / 86_400", {"days"},
+     "yours assumes that every device runs at its peak; the seconds are given"),
     ("total / samples", "total", {"days"}, "a step trains several samples"),
     ("return days, ", "return days, 100 * ", {"MFU"}, "that is in per cent"),
     ("devices * peak", "peak", {"MFU"}, "yours divides by the peak of one device, not of all"),

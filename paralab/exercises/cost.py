@@ -60,11 +60,14 @@ def days_and_mfu(tries: Tries) -> None:
         days = total / samples * seconds / needs.SECONDS_PER_DAY
         mfu = flops / (seconds * devices * peak)
         shared = "all devices work on the same step: its seconds are not divided by their number"
+        at_peak = "yours assumes that every device runs at its peak; the seconds are given"
         of_days = [
             ("those are seconds", days * needs.SECONDS_PER_DAY),
             ("those are hours", days * 24),
             ("yours counts a step per sample: a step trains several samples", days * samples),
             (shared, days / devices),
+            ("those are device days", days * devices),
+            (at_peak, days * mfu),
         ]
         all_samples = "the FLOPs that are given are those of all samples of a step already"
         of_mfu = [*known_shares(mfu, samples, seconds, devices), (all_samples, mfu * samples)]
