@@ -19,7 +19,7 @@ from paralab.checks import count_of, real, shown, whole
 from paralab.exercises import sources
 from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Tries, Try
-from paralab.exercises.verdict import Notes, Verdict
+from paralab.exercises.verdict import Notes, Verdict, first
 from paralab.ranks.errors import interrupted
 
 LEFT = 'raise NotImplementedError("your turn") is reached: delete it, and write what is missing'
@@ -62,34 +62,31 @@ class Takes(NamedTuple):
     def noun(self) -> str:
         return self.kind or ("a class" if self.call[0].isupper() else "a function")
 
-    def refusal(self, part: Any) -> tuple[str, str]:
-        """(what ``part`` is, why it is refused), as far as that can be known before it is called;
-        two empty strings if nothing is wrong.
-        """
+    def refusal(self, part: Any) -> str:
+        """Why ``part`` is refused, as far as that can be known before it is called, or ""."""
         if self.noun.startswith("a dict"):
             said = f"required: {self.noun}, yours is {kind_of(part)}"
-            return ("", "") if isinstance(part, Mapping) else ("no dict", said)
+            return "" if isinstance(part, Mapping) else said
         if not callable(part):
-            return "nothing to call", f"required: {self.noun}, yours is {shown(part)}"
+            return f"required: {self.noun}, yours is {shown(part)}"
         if why := _from_library(part):
-            return "the library's", f"{shown(part)} {why}; required: one that you have written"
+            return f"{shown(part)} {why}; required: one that you have written"
         function = isinstance(part, type) and inspect.ismethod(getattr(part, "apply", None))
         if function and self.noun.startswith("a function"):  # of torch.autograd
             name = part.__name__
-            return "a class", f"required: {self.noun}, yours is the class {name}: give {name}.apply"
+            return f"required: {self.noun}, yours is the class {name}: give {name}.apply"
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]
         if isinstance(part, type) and missing:
-            return "methods missing", f"the class has no method {' and no method '.join(missing)}"
+            return f"the class has no method {' and no method '.join(missing)}"
         try:
             given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
             named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
             inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
         except TypeError as error:
-            said = f"required: {self.call}, yours cannot be called in this way: {error}"
-            return "cannot be called", said
+            return f"required: {self.call}, yours cannot be called in this way: {error}"
         except Exception:  # a built-in function, say, has no signature
             pass
-        return "", ""
+        return ""
 
 
 def _from_library(part: Any) -> str:
@@ -175,15 +172,13 @@ class Exercise:
 
     def _refuse_form(self, candidate: Try) -> None:
         """End the check of an answer that has the wrong parts, before any of them is called."""
+        why = [takes.refusal(p) for p, takes in zip(candidate.answer, self.takes, strict=False)]
         if not 1 <= len(candidate.answer) <= len(self.takes):
             nouns = ", ".join(part.noun for part in self.takes)
             count = count_of(len(candidate.answer), "argument")
-            said = f"required: {nouns}; check was called with {count}"
-            candidate.notes.end(said, yours="no answer")
-        for part, takes in zip(candidate.answer, self.takes, strict=False):
-            yours, why = takes.refusal(part)
-            if why and not candidate.notes.over:
-                candidate.notes.end(why, yours=yours)
+            why = [f"required: {nouns}; check was called with {count}"]
+        if said := first(why):
+            candidate.notes.end(said, yours="refused")
 
     @cached_property
     def _texts(self) -> list[str]:

@@ -51,23 +51,19 @@ def peak_estimate(tries: Tries) -> None:
     questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]
     for notes, (limit, sizes, b, m), reply in ask(tries, CASES, questions, why):
         notes.where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
-        model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
-        known = _mistakes(model, b, m, right, peak(sizes, b, 1))
-        parts = ", ".join(f"{name} {size_text(n)}" for name, n in at_peak(sizes, b, m).items())
+        model = ModelSpec(**_named(sizes), attention="explicit")
+        peak, of_one = (at_peak(model, b, count) for count in (m, 1))
+        right = sum(peak.values())
+        known = _mistakes(model, b, m, right, sum(of_one.values()))
+        parts = ", ".join(f"{name} {size_text(n)}" for name, n in peak.items())
         how = size_text, " of bytes", TOLERANCE, f"required at the peak: {parts}"
         wrong = reply.number(right, known, *how)
         notes.look(limit, wrong, "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %")
 
 
-def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
-    """Bytes at the peak of the compiled program."""
-    return sum(at_peak(sizes, batch, microbatches).values())
-
-
 @functools.cache  # the same for every answer
-def at_peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> dict[str, int]:
+def at_peak(model: ModelSpec, batch: int, microbatches: int) -> dict[str, int]:
     """{category: bytes} at the peak of the compiled program."""
-    model = ModelSpec(**_named(sizes), attention="explicit")
     plan = Plan(microbatch_size=batch, microbatches=microbatches)
     return {name: size for name, size in quick.fullest(model, plan)[1].items() if size}
 

@@ -155,10 +155,9 @@ class LateCalls:
     def _new_group(
         self, original: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
     ) -> Any:
-        ranks = None if ranks is None else list(ranks)  # ranks may be an iterator
+        ranks = self.watch.group.ranks if ranks is None else list(ranks)  # may be an iterator
         if not settings.get("use_local_synchronization"):  # with it, members alone call
-            everyone = self.watch.group.ranks
-            self.agree(f"the group {sorted(everyone if ranks is None else ranks)}")
+            self.agree(f"the group {sorted(ranks)}")
         return original(ranks, *args, **settings)
 
     def agree(self, made: str = NO_OTHER) -> None:
