@@ -351,7 +351,7 @@ def creeps_up() -> None:
 
 
 @pytest.mark.parametrize("ask, said", [
-    (lambda: torch.empty(2**45), "it asked for 134,217,728 MiB"),
+    (lambda: torch.empty(2**45), "it asked for 134,217,728.0 MiB"),
     (lambda: np.empty((2**20, 2**22)), "32.0 TiB"), (creeps_up, "\n"),
 ])  # fmt: skip
 def test_an_allocation_that_fails_is_out_of_memory_and_names_what_was_asked_for(ask, said) -> None:

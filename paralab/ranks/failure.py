@@ -90,7 +90,7 @@ def describe(error: BaseException, rank: int, noted: str = "") -> Failure:
         if size := _ALLOCATION.search(" ".join(message.splitlines())):
             count, unit = size.groups()
             if unit == "bytes":
-                count, unit = f"{int(count) / 2**20:,.0f}", "MiB"
+                count, unit = f"{int(count) / 2**20:,.1f}", "MiB"
             what += f": it asked for {count} {unit}"
     elif _NO_THREAD.match(message):
         what += NO_PROCESS
