@@ -48,7 +48,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("partition_messages", PIPE | {"partition_messages": True}, {}, "tp and pp of at least 2"),
     ("heads", {"tp": 4}, {"hidden": 36, "heads": 6},
      "a multiple of 4 that divides hidden=36, or another tp"),
-    ("heads", {"tp": 3}, {"hidden": 128}, "another tp: no multiple of 3 divides hidden=128"),
+    ("heads", {"tp": 3}, {"hidden": 128}, "tp such as 2 or 4 (no multiple of 3 divides"),
     ("hidden", {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {"hidden": 42, "heads": 6},
      "a multiple of 12, such as 36 or 48"),
     ("hidden", {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {"hidden": 42, "heads": 2},

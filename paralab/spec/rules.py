@@ -117,6 +117,13 @@ GRID = (
 )
 
 
+def _other_tp(s: Any) -> str:
+    """The two nearest degrees that heads and hidden can be partitioned by."""
+    grids = {tp: grid(tp, s.tp_mode, s.tp_depth) for tp in range(1, 2 * s.tp + 1)}
+    fits = (tp for tp, g in grids.items() if g.q and s.heads % g.heads == s.hidden % g.hidden == 0)
+    return " or ".join(map(str, sorted(sorted(fits, key=lambda tp: abs(tp - s.tp))[:2])))
+
+
 def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
     """The rule that a size is divisible by the number of parts that a tp group makes of it."""
 
@@ -128,7 +135,7 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
         value, n = getattr(s, name), parts(s)
         if name == "heads":
             if s.hidden % n:
-                return f"another tp: no multiple of {n} divides hidden={s.hidden}"
+                return f"tp such as {_other_tp(s)} (no multiple of {n} divides hidden={s.hidden})"
             return f"a multiple of {n} that divides hidden={s.hidden}, or another tp"
         if name == "hidden":
             n = lcm(n, s.heads)  # hidden is divisible by heads, too
