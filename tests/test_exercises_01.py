@@ -6,7 +6,6 @@ import paralab as pl
 from judged import Table, altered
 from paralab.exercises import attempts
 from paralab.launch import launch_program
-from refusals import refuses
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
 ring = altered("ring_all_reduce")
@@ -115,11 +114,6 @@ test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels =
 
 
 # ---- half a ring, with paralab's groups ----------------------------------------------------------
-def test_a_plan_takes_no_class_for_the_gradients_sum_and_says_what_it_takes_instead():
-    said = r"grad_sync=.*; legal: .*'overlapped' \| None.*passes=\(f,\)"
-    refuses(said, pl.Plan, dp=2, grad_sync=Table)
-
-
 half = altered("all_gather_half")
 BEGIN = "    n, r = group.size, group.index"
 EXCHANGE = 'group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()'

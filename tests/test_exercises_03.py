@@ -27,6 +27,8 @@ COUNTS = [  # answer, words of the verdict
      "rank 0, p=4, m=8, v=3: required: 15, yours 4 (that is the count of 1F1B"),
     (lambda r, p, m, v: interleaved(r, p, m, v) if v > 1 else min(m, p - r),
      "p=2, m=2, v=3: required: 6, yours 7 (there are only 6 forwards to run)"),
+    (lambda r, p, m, v: min(m, p) if v == 1 else min(v * m, interleaved(r, p, m, v)),
+     "rank 1, p=4, m=8, v=1: required: 3, yours 4 (that is the count of rank 0)"),
     (lambda r, p, m, v: m,
      "rank 0, p=4, m=8, v=1: required: 4, yours 8 (that is GPipe: all forwards"),
     (lambda r, p, m, v: str(p - r), "required: a number of forwards, yours is '4'"),

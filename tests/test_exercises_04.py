@@ -58,10 +58,10 @@ def schedule_halves(pp, microbatches):
 WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda p, m: [[f"{r}{k}{i}" for k in "FB" for i in torch.arange(m)] for r in range(p)],
      {"live micro-batches", "other sizes"},
-     "rank 0 holds 6 micro-batches, required: at most 4: 0F4, the 5th of its list"),
+     "rank 0 holds 6 micro-batches, required: at most 4: 0F4, action 5 of its list"),
     (lambda p, m: [[f"{r}{k}{i}" for i in range(m) for k in "FB"] for r in range(p)],
      {"simulated step", "other sizes"},
-     "720 ms, required: at most 270 ms: rank 0 starts 0F1, the 3rd of its list, at 120"),
+     "720 ms, required: at most 270 ms: rank 0 starts 0F1, action 3 of its list, at 120"),
     (lambda p, m: one_f_one_b(p, m, lambda r: p - r), {"live micro-batches", "other sizes"},
      "rank 0 holds 5 micro-batches"),
     # The warm-up counted from the wrong end: every list is fine, together they stand still.
@@ -75,7 +75,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda p, m: one_f_one_b(p, m, lambda r: max(3 - r, 0)), {"other sizes"},
      "p=2, m=5: rank 0 holds 4 micro-batches"),
     (lambda p, m: one_f_one_b(p, m, lambda r: max(p - r - 1 - (p == 5), 0)), {"other sizes"},
-     "p=5, m=3: takes 270 ms, required: at most 210 ms: rank 2 starts 2F2, the 4th of its list"),
+     "p=5, m=3: takes 270 ms, required: at most 210 ms: rank 2 starts 2F2, action 4 of its list"),
     (lambda p, m: np.array(one_f_one_b(p, m), dtype=object), {"schedule"},
      ("schedule=array([['0F0', ", ": not a schedule; legal: a list of actions per")),
     (lambda p, m: None, {"schedule"}, "p=4, m=6: the function returned None, required: a list of"),
@@ -132,14 +132,14 @@ def listed(name: str):
 FIRST, SECOND, THIRD, DELAYED = stored(TASK.name, "first", "second", "third", "delayed")
 MISSES = [  # answer, limits it breaks, words of the verdict
     ((listed("1f1b"), SECOND, THIRD), {ONE},
-     "(p=4, m=8): takes 330 ms, required: at most 270 ms: rank 2 starts 2B0, the 3rd of its list, "
+     "(p=4, m=8): takes 330 ms, required: at most 270 ms: rank 2 starts 2B0, action 3 of its list, "
      "at 60 ms; in ZB-H1, which splits every backward, it starts at 50 ms"),
     ((SECOND, SECOND, THIRD), {ONE}, "rank 0 holds 7 micro-batches, required: at most 4: 0F4"),
     ((lambda pp, m: DELAYED(pp, m, lambda r: pp - r - 1, lambda r: 9), SECOND, THIRD), {ONE},
      "p=4, m=8: takes 300 ms"),
     ((FIRST, FIRST, THIRD), {TWO},
      "p=4, m=8: takes 270 ms, required: at most 240 ms: rank 0 is idle from 40 ms to 70 ms, before "
-     "0I0, the 5th of its list"),
+     "0I0, action 5 of its list"),
     ((FIRST, SECOND, FIRST), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
     ((listed("naive"), listed("naive"), listed("naive")), {ONE, TWO, THREE}, "takes 960 ms"),
     ((FIRST, SECOND, lambda pp, m: one_f_one_b(pp, 6)), {THREE}, "p=4, m=8: "),

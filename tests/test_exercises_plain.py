@@ -199,6 +199,8 @@ REFUSED = [
      ("rank 0 raised RuntimeError: a future cannot show when its call was waited for: keep "
       "the call, and call its wait()")),
     (lambda: dist.isend(torch.ones(1), dist.get_rank()), "a rank sends nothing to itself"),
+    *((lambda call=call: call(torch.ones(1), None), "rank=None: no member of the group; legal: 0 ")
+      for call in (dist.isend, dist.irecv)),
     (unequal(torch.ones(5), torch.ones(2, 3)),
      "rank 1 raised OrderError: recv #0 from rank 0 is for 6 elements of float32, and rank 0 sends "
      "5 elements of float32 (send #0 to rank 1)"),

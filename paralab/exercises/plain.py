@@ -139,8 +139,9 @@ class LateCalls:
             around(undo, dist.Work, "wait", self._waiting)
             around(undo, dist.Work, "get_future", _refuse_future)
             around(undo, dist.ProcessGroup, "barrier", _uncounted)
-            around(undo, dist.distributed_c10d, "_check_single_tensor", _require_tensor)
             core = dist.distributed_c10d
+            around(undo, core, "_check_single_tensor", _require_tensor)
+            around(undo, core, "_canonicalize_group_rank", _require_rank)
             new_group = functools.partial(self._new_group, core._new_group_with_tag)
             for owner, name, value in (
                 (dist.Work, "is_completed", lambda work: True),  # gloo never says so of a message
@@ -262,8 +263,8 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
             raise ValueError(said)
     if arguments.get("tag"):
         raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
-    peer = next((arguments[name] for name in PEER if name in arguments), None)
-    if peer is not None and not 0 <= peer < group.size():
+    peer = next((arguments[n] for n in PEER if n in arguments), None if op == "recv" else 0)
+    if peer is None or not 0 <= peer < group.size():
         raise illegal("rank", peer, "no member of the group", f"0 to {group.size() - 1}")
     if peer == group.rank() and op in POINT_TO_POINT:
         legal = "another rank of the group; within a rank, copy the tensor"
@@ -281,6 +282,12 @@ def _require_tensor(call: Callable[[], None], value: Any, name: str, *_: Any) ->
         legal = "a tensor; .grad is None unless the tensor required a gradient before its forward"
         raise illegal(name, value, "it cannot be sent or filled", legal)
     call()
+
+
+def _require_rank(call: Callable[[], int], group: dist.ProcessGroup, *ranks: Any) -> int:
+    if ranks.count(None) == len(ranks):
+        raise illegal("rank", None, "no member of the group", f"0 to {group.size() - 1}")
+    return call()
 
 
 def _refuse_future(*_: Any) -> Any:

@@ -125,7 +125,7 @@ def late(
     for key, (_, _, soonest) in sorted(earliest.items(), key=lambda item: item[1][2]):
         action, position, start = starts.get(key, (None, 0, 0.0))
         if key.kind != "W" and start > soonest * SLACK + 1e-12:
-            said = f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
+            said = f"rank {action.stage} starts {action}, action {position + 1} of its list, at "
             return f"{said}{ms(start)}; in {name} it starts at {ms(soonest)}"
     return "forwards and input halves start in time, weight halves too late"
 
@@ -150,7 +150,7 @@ def _gaps(simulated: Simulation) -> list[tuple[float, int, str]]:
         for i in range(first + 1, after):
             if start[i] > end[i - 1] + 1e-12:
                 words = f"rank {rank} is idle from {ms(end[i - 1])} to {ms(start[i])}, before "
-                words += f"{order.action(i)}, the {_nth(i - first)} of its list"
+                words += f"{order.action(i)}, action {i - first + 1} of its list"
                 gaps.append((end[i - 1], i, words))
     return sorted(gaps)
 
@@ -221,14 +221,8 @@ def first_too_many(schedule: Schedule, limit: int) -> str:
         if max(counts) > limit:
             position = next(i for i, count in enumerate(counts) if count > limit)
             said = f"rank {rank} holds {max(counts)} micro-batches, required: at most {limit}: "
-            return f"{said}{row[position]}, the {_nth(position)} of its list, is one too many"
+            return f"{said}{row[position]}, action {position + 1} of its list, is one too many"
     return ""
-
-
-def _nth(position: int) -> str:
-    """A position 0, 1, ... of a list as an ordinal: 1st, 2nd."""
-    n = position + 1
-    return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
 
 
 # ---- three targets -------------------------------------------------------------------------------

@@ -55,11 +55,10 @@ def model_states(tries: Tries) -> None:
     for notes, (limit, name, recipe_name, *memory), reply in ask(tries, CASES, questions):
         model, recipe = _model(limit, name), RECIPES[recipe_name]
         notes.where = ", ".join([name, recipe_name, *(f"{size} GB" for size in memory)])
-        if limit == DEVICES:
-            total = model.num_params * sum(recipe.values())
-            notes.look(limit, _wrong_devices(reply, model, total, *memory), f"{reply.value}")
-            continue
         right = {state: model.num_params * size for state, size in recipe.items()}
+        if limit == DEVICES:
+            notes.look(limit, _wrong_devices(reply, right, *memory), f"{reply.value}")
+            continue
         wrong = reply.states(right, lambda state, m=model, r=recipe: known_states(m, r[state]))
         notes.look(limit, wrong, size_text(sum(right.values())))
 
@@ -83,10 +82,10 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     yield "that is in GiB, required: bytes", right / 2**30
 
 
-def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) -> str:
-    size = memory * 10**9
+def _wrong_devices(reply: Reply, states: dict[str, int], memory: float) -> str:
+    total, size = sum(states.values()), memory * 10**9
     rounded = "rounded, but not up: what is left over needs a device too"
-    alone = "that is for the 16-bit weights alone; the other states need memory too"
+    alone = "that is for the weights alone; the other states need memory too"
     known = [
         (rounded, total // size),
         (rounded, round(total / size)),
@@ -94,7 +93,7 @@ def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) ->
         ("memory_gb is taken for GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
         ("only whole devices exist: round up", total / size),
         ("memory_gb is taken for bytes; a GB is 10⁹ bytes", math.ceil(total / memory)),
-        (alone, math.ceil(model.num_params * 2 / size)),
+        (alone, math.ceil(states["parameters"] / size)),
     ]
     devices = math.ceil(total / size)
     return reply.number(devices, known, lambda n: count_of(n, "device", ","), " of devices")

@@ -54,12 +54,12 @@ def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
 
 
 def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
-    chunks, mirrored = 2 * (p - rank - 1) + (v - 1) * p + 1, p - 1 - rank
+    chunks = 2 * (p - rank - 1) + (v - 1) * p + 1
     yield "the first forward of the steady phase is missing", counted(rank, p, m, v) - 1
     only = f"there are only {m * v} forwards" if m * v > 1 else "there is only 1 forward"
     yield f"{only} to run", chunks if v > 1 else p - rank
     yield "that is the interleaved warm-up, and this is 1F1B", min(v * m, chunks)
-    yield f"that is the count of rank {mirrored}", counted(mirrored, p, m, v)
+    yield from ((f"that is the count of rank {r}", counted(r, p, m, v)) for r in range(p))
     yield "that is GPipe: all forwards before the first backward", m * v
     if v > 1:
         yield "that is the count of 1F1B, and this schedule is interleaved", min(m, p - rank)

@@ -576,13 +576,14 @@ steps if verdict.passed else print("write MyDDP first")
 # All three send the same bytes and arrive at the same loss. (Counts and timeline are of step 2: in
 # step 0 DDP sums all gradients in one message, and sees in which order they are complete; in step 1
 # rank 0 broadcasts the new buckets to all ranks.) They differ in memory. DDP's buckets (violet,
-# among the *buffers*) are there during the whole step, so they add to its peak. A wrapper that
-# makes a bucket when it is full has no bucket at the peak, which is at the start of backward. The
-# program knows the optimizer, too: it updates the parameters of a bucket as soon as the sum has
-# arrived, and frees these gradients (`frees grad` in the listing above). At the peak the program
-# may hold more than yours, because it allocates the gradients of a whole bucket at once. (The
-# picture of the steps has the wall clock of this machine, on which ranks also wait for a core: look
-# at the order of things in it, not at their lengths.)
+# among the *buffers*) are there during the whole step, so they add to its peak. (The picture has
+# DDP's step 1, in which it replaces its buckets: hence the notch.) A wrapper that makes a bucket
+# when it is full has no bucket at the peak, which is at the start of backward. The program knows
+# the optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived, and
+# frees these gradients (`frees grad` in the listing above). At the peak the program may hold more
+# than yours, because it allocates the gradients of a whole bucket at once. (The picture of the
+# steps has the wall clock of this machine, on which ranks also wait for a core: look at the order
+# of things in it, not at their lengths.)
 #
 # ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
@@ -842,7 +843,7 @@ whole
 for cap in (1, None, 25):  # None: left out
     seen = pl.observe(torch_ddp, ranks=4, args=(1, False, cap), memory_steps=0)
     sizes = seen.collectives.query("rank == 0 and step == 2")["payload_bytes"]
-    print(f"bucket_cap_mb={cap!s:<4}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
+    print(f"bucket_cap_mb={cap!s:<4}: all-reduces of", [f"{s / 1e6:.2f} MB" for s in sizes])
 whole.reveal(len(sizes))
 
 # %% [markdown]
