@@ -203,6 +203,7 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     # All that is legal is named, and nothing that was just refused.
     (r".*legal: .*f\(pp, microbatches\) \| f\(pp, microbatches, virtual_stages\)$",
      lambda: pl.Plan(schedule="x")),
+    ("schedule=<class 'dict'>: cannot be called", lambda: pl.Plan(schedule=dict)),
     (f".*legal: a whole number from 1 to {2**62}$", lambda: pl.Plan(bucket_bytes=2**70)),
     (r".*legal: .*'calls' \| 'actions' \| None$",
      lambda: pl.predict(MODEL, cluster=DGX, detail="x")),

@@ -302,7 +302,7 @@ def takes_three(function: Callable[..., Any]) -> bool:
     for sizes in ((1, 1, 1), (1, 1)):
         try:
             inspect.signature(function).bind(*sizes)
-        except TypeError:
+        except (TypeError, ValueError):  # a built-in function, for example, has no signature
             continue
         return len(sizes) == 3
     legal = " | ".join((*map(repr, (*SCHEDULES, RELAY)), *OWN_SCHEDULES))

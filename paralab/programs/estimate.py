@@ -189,7 +189,7 @@ class Estimate:
             """The row of the slowest rank, at whose pace the pipeline runs."""
             return np.take_along_axis(rows, slowest, 0)[0]
 
-        slowest_rank, others = pace(per_rank), (per_rank - (self.p == 2) * forward)[1]
+        slowest_rank, others = pace(per_rank), (per_rank - forward)[1]
         all_ranks = np.maximum((per_rank - during)[WHOLE] + pace(during), slowest_rank)
         halves = [rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward))]
         # A step begins with a hop to every later stage and ends with one to every earlier stage;
@@ -256,8 +256,8 @@ class Estimate:
                       are alive at once (parallel/schedules.py)
         these, zb-h2  ``mine`` and a message, as of the two that neighbours swap one is not hidden
                       (parallel/lowering.py), except by ``weight``, a weight half
-        interleaved   ``others``, a rank with the most blocks, and a message per stage, which only
-                      the last two ranks hide, behind a forward
+        interleaved   ``others``, the backwards of a rank with the most blocks, and a message per
+                      stage, as a message of each stage's two is hidden, behind a forward
         """
         swap, two, gpipe = mine - weight + message, 2 * carried, self.space.schedule == "gpipe"
         pace = {"zb-h2": swap, "interleaved": others + self.v * message}
