@@ -419,6 +419,25 @@ def one_column_parallel_layer():
     trained(parallel.parallelize_module(model, mesh, how), 128)
 
 
+def gathered_again_in_pairs():
+    trained(sharded(layers(3), reshard_after_forward=2), 256)
+
+
+def unshards_ahead():
+    """As torch's example of FSDP2 does, in every step before the forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(layers(3, bias=False))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    trained(lambda x: (model.unshard(), model(x))[1], 256, update=update)
+
+
+def sums_beside_fsdp():
+    """The last layer, with a quarter of the parameters, is summed by hand."""
+    model = nn.Sequential(sharded(layers(3, bias=False)), layers(1, bias=False))
+    trained(model, 256, behind=lambda: dist.all_reduce(model[1][0].weight.grad))
+
+
 def saves_the_whole_model():
     """After the second of three measured steps, with the tensors gathered."""
     model, turns = sharded(layers(3, bias=False)), iter(range(4))
@@ -589,12 +608,12 @@ SAID = {
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
         "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
     (owners_update,): (2, {TIMES: (ONCE,), FORM: (
-        "axis world: sharded gradients (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
+        "axis world: gradients reduced to owners (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
         "broadcasts updated parameters: 2 (n−1)/n Ψ = 0.786 MB per rank on average (n=2, Ψ=0.786 "
         "MB)\n",)}),
     (updates_in_parts,): (2, {TIMES: (ONCE,), CALLS: ("data: 2 × all_reduce",)}),
     (empties_its_parameters,): (2, {
-        TIMES: (ONCE,), FORM: ("not again for the backward: 2 (n−1)/n Ψ = 0.524 MB",),
+        TIMES: (ONCE,), FORM: ("not on this axis for the backward: 2 (n−1)/n Ψ = 0.524 MB",),
         "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
@@ -602,7 +621,7 @@ SAID = {
         "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the forward, again for every "
         "backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)",)}),
     (sharded_beside_sums,): (4, {  # the other axis gathers in the backward, too
-        FORM: ("gathered for the forward, and not again for the backward: 2 (n−1)/n Ψ",),
+        FORM: ("gathered for the forward, and not on this axis for the backward: 2 (n−1)/n Ψ",),
         "Are gathers prefetched?": ("forward: for ", "of 8 gathers")}),
     (several_gradients_of_one_input,): (
         2, {FORM: ("axis world: sums activations in the forward",), TIMES: None}),
@@ -613,8 +632,16 @@ SAID = {
         FORM: ("FSDP, ZeRO-3", "again for every backward", ": 3 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
     (fsdp, False): (2, {
-        FORM: ("FSDP, ZeRO-3", "not again for the backward", ": 2 (n−1)/n Ψ"),
+        FORM: ("FSDP, ZeRO-3", "not on this axis for the backward", ": 2 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
+    (gathered_again_in_pairs,): (4, {FORM: (
+        "axis dim_1: shards of parameters that the forward has kept, gathered again for the backw",
+        "axis world: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not on this "
+        "axis for the backward: 2 (n−1)/n Ψ",)}),
+    (unshards_ahead,): (2, {TIMES: (ONCE,), FORM: (
+        "sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not on this axis for "
+        "the backward: 2 (n−1)/n Ψ = 0.786 MB per rank (n=2, Ψ=0.786 MB); gloo's",)}),
+    (sums_beside_fsdp,): (2, {TIMES: (ONCE,), FORM: ("again for every backward: 3 (n−1)/n Ψ",)}),
     (saves_the_whole_model,): (2, {FORM: (
         "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
         "0.131 MB of other traffic")}),
@@ -624,11 +651,11 @@ SAID = {
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
-        FORM: ("not again for the backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
+        FORM: ("for the backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
         TIMES: (ONCE,), "Which parameters are not sharded?": ("None: all",)})),
     (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
         "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
-        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not again")}),
+        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); it may be", "parts")}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
