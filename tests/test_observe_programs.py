@@ -319,6 +319,19 @@ def beside_ddp(what):
     trained(model, 512, backwards=2, behind=copied)
 
 
+def measures_beside_ddp():
+    """A metric is gathered behind the backward, and a norm in the optimizer's step."""
+
+    def gather(count):
+        own = torch.ones(count)
+        dist.all_gather([torch.empty(count) for _ in range(dist.get_world_size())], own)
+
+    model = ddp(nn.Linear(512, 512))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    update.register_step_pre_hook(lambda *_: gather(1))
+    trained(model, 512, update=update, behind=lambda: gather(2**14))
+
+
 def first_stage_by_hand(scatters, ahead=False):
     """ahead: updated parameters are gathered in the next forward, as Megatron-LM overlaps them."""
     model, n = layers(1, 512), dist.get_world_size()
@@ -345,6 +358,23 @@ def first_stage_by_hand(scatters, ahead=False):
         update.step()
         model.zero_grad()
         ahead or gather()
+
+
+def third_stage_by_hand():
+    """Its parameters keep their bytes, into which they are gathered."""
+    model, n = nn.Linear(512, 512, bias=False), dist.get_world_size()
+
+    def gather(*_):
+        parts = [*model.weight.data.chunk(n)]
+        dist.all_gather(parts, parts[dist.get_rank()].clone())
+
+    def scatter():
+        parts = [*model.weight.grad.chunk(n)]
+        dist.reduce_scatter(parts[0].clone(), parts)
+
+    model.register_forward_pre_hook(gather)
+    model.register_full_backward_pre_hook(gather)
+    trained(model, 512, behind=scatter)
 
 
 def owners_update():
@@ -601,12 +631,15 @@ SAID = {
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", OTHER), TIMES: (EVERY,)}),
     (beside_ddp, "copies"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", "1.05 MB of other"), TIMES: (EVERY,)}),
+    (measures_beside_ddp,): (2, {FORM: (SUMMED + "2 (n−1)/n Ψ = 1.05 MB", "65,540 B of other")}),
     **dict.fromkeys([(first_stage_by_hand, True), (first_stage_by_hand, True, True)], (2, {FORM: (
         "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters gathered: "
         "2 (n−1)/n Ψ = 1.05 MB",)})),
     (first_stage_by_hand, False): (2, {FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
         "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
+    (third_stage_by_hand,): (2, {
+        TIMES: (ONCE,), FORM: ("FSDP, ZeRO-3", "again for every backward: 3 (n−1)/n Ψ = 1.57 MB")}),
     (owners_update,): (2, {TIMES: (ONCE,), FORM: (
         "axis world: gradients reduced to owners (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
         "broadcasts updated parameters: 2 (n−1)/n Ψ = 0.786 MB per rank on average (n=2, Ψ=0.786 "
