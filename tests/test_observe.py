@@ -734,4 +734,4 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
     expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    refuses("4 ranks were predicted, and the run had 2", pl.compare, expect, reference(False))
+    refuses("world_size: 4 was predicted, 2 was run", pl.compare, expect, reference(False))
