@@ -374,6 +374,27 @@ def test_an_optimizer_whose_step_raised_ends_later_ones(several):
     assert len(pl.observe(catches, 1, (several,)).steps) == 3 + several
 
 
+def test_an_optimizer_whose_step_raised_in_a_backward_hides_no_later_part():
+    """The hook of the first backward lets the error out, the second one's catches it."""
+
+    def update(_):
+        calls.append(len(calls))
+        with contextlib.suppress(*[KeyError] * calls[-1]):
+            optimizer.step({}.popitem if calls[-1] < 2 else None)
+
+    weight, calls = nn.Parameter(torch.ones(4)), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(update)
+    with pl.observe(steps="marked") as seen:
+        for _ in range(4):
+            with contextlib.suppress(KeyError):
+                weight.sum().backward()
+            pl.step()
+    parts = seen.spans[seen.spans["kind"] != "compute"].groupby("step")["kind"].unique()
+    assert set(map(tuple, parts)) == {("backward", "optimizer")}
+    assert parts.index.tolist() == calls == list(range(4))
+
+
 def one_has_no_parameters():
     """As a rank may have none of those that one of the optimizers is for."""
     return trained(nn.Linear(4, 4), 4, behind=torch.optim.SGD([{"params": []}], lr=0.1).step)
@@ -713,4 +734,4 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
     expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    refuses("4 ranks were predicted, and the run had 2", pl.compare, expect, reference(False))
+    refuses("world_size: 4 was predicted, 2 was run", pl.compare, expect, reference(False))

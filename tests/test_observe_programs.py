@@ -319,6 +319,19 @@ def beside_ddp(what):
     trained(model, 512, backwards=2, behind=copied)
 
 
+def measures_beside_ddp():
+    """A metric is gathered behind the backward, and a norm in the optimizer's step."""
+
+    def gather(count):
+        own = torch.ones(count)
+        dist.all_gather([torch.empty(count) for _ in range(dist.get_world_size())], own)
+
+    model = ddp(nn.Linear(512, 512))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    update.register_step_pre_hook(lambda *_: gather(1))
+    trained(model, 512, update=update, behind=lambda: gather(2**14))
+
+
 def first_stage_by_hand(scatters, ahead=False):
     """ahead: updated parameters are gathered in the next forward, as Megatron-LM overlaps them."""
     model, n = layers(1, 512), dist.get_world_size()
@@ -345,6 +358,23 @@ def first_stage_by_hand(scatters, ahead=False):
         update.step()
         model.zero_grad()
         ahead or gather()
+
+
+def third_stage_by_hand():
+    """Its parameters keep their bytes, into which they are gathered."""
+    model, n = nn.Linear(512, 512, bias=False), dist.get_world_size()
+
+    def gather(*_):
+        parts = [*model.weight.data.chunk(n)]
+        dist.all_gather(parts, parts[dist.get_rank()].clone())
+
+    def scatter():
+        parts = [*model.weight.grad.chunk(n)]
+        dist.reduce_scatter(parts[0].clone(), parts)
+
+    model.register_forward_pre_hook(gather)
+    model.register_full_backward_pre_hook(gather)
+    trained(model, 512, behind=scatter)
 
 
 def owners_update():
@@ -417,6 +447,25 @@ def one_column_parallel_layer():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     how = {"1": parallel.ColwiseParallel(output_layouts=Replicate())}
     trained(parallel.parallelize_module(model, mesh, how), 128)
+
+
+def gathered_again_in_pairs():
+    trained(sharded(layers(3), reshard_after_forward=2), 256)
+
+
+def unshards_ahead():
+    """As torch's example of FSDP2 does, in every step before the forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(layers(3, bias=False))
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    trained(lambda x: (model.unshard(), model(x))[1], 256, update=update)
+
+
+def sums_beside_fsdp():
+    """The last layer, with a quarter of the parameters, is summed by hand."""
+    model = nn.Sequential(sharded(layers(3, bias=False)), layers(1, bias=False))
+    trained(model, 256, behind=lambda: dist.all_reduce(model[1][0].weight.grad))
 
 
 def saves_the_whole_model():
@@ -582,19 +631,22 @@ SAID = {
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", OTHER), TIMES: (EVERY,)}),
     (beside_ddp, "copies"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", "1.05 MB of other"), TIMES: (EVERY,)}),
+    (measures_beside_ddp,): (2, {FORM: (SUMMED + "2 (n−1)/n Ψ = 1.05 MB", "65,540 B of other")}),
     **dict.fromkeys([(first_stage_by_hand, True), (first_stage_by_hand, True, True)], (2, {FORM: (
         "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters gathered: "
         "2 (n−1)/n Ψ = 1.05 MB",)})),
     (first_stage_by_hand, False): (2, {FORM: (
         "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
         "parameters: 3 (n−1)/n Ψ = 1.58 MB",)}),
+    (third_stage_by_hand,): (2, {
+        TIMES: (ONCE,), FORM: ("FSDP, ZeRO-3", "again for every backward: 3 (n−1)/n Ψ = 1.57 MB")}),
     (owners_update,): (2, {TIMES: (ONCE,), FORM: (
-        "axis world: sharded gradients (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
+        "axis world: gradients reduced to owners (ZeRO-2), with a sharded optimizer (ZeRO-1) that "
         "broadcasts updated parameters: 2 (n−1)/n Ψ = 0.786 MB per rank on average (n=2, Ψ=0.786 "
         "MB)\n",)}),
     (updates_in_parts,): (2, {TIMES: (ONCE,), CALLS: ("data: 2 × all_reduce",)}),
     (empties_its_parameters,): (2, {
-        TIMES: (ONCE,), FORM: ("not again for the backward: 2 (n−1)/n Ψ = 0.524 MB",),
+        TIMES: (ONCE,), FORM: ("not on this axis for the backward: 2 (n−1)/n Ψ = 0.524 MB",),
         "Which parameters are not sharded?": ("None: all parameters are sharded.",)}),
     (one_column_parallel_layer,): (
         2, {FORM: ("axis tp: sums activations in the forward",), TIMES: None}),
@@ -602,7 +654,7 @@ SAID = {
         "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the forward, again for every "
         "backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)",)}),
     (sharded_beside_sums,): (4, {  # the other axis gathers in the backward, too
-        FORM: ("gathered for the forward, and not again for the backward: 2 (n−1)/n Ψ",),
+        FORM: ("gathered for the forward, and not on this axis for the backward: 2 (n−1)/n Ψ",),
         "Are gathers prefetched?": ("forward: for ", "of 8 gathers")}),
     (several_gradients_of_one_input,): (
         2, {FORM: ("axis world: sums activations in the forward",), TIMES: None}),
@@ -613,8 +665,16 @@ SAID = {
         FORM: ("FSDP, ZeRO-3", "again for every backward", ": 3 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
     (fsdp, False): (2, {
-        FORM: ("FSDP, ZeRO-3", "not again for the backward", ": 2 (n−1)/n Ψ"),
+        FORM: ("FSDP, ZeRO-3", "not on this axis for the backward", ": 2 (n−1)/n Ψ"),
         "Which parameters are not sharded?": ("3.weight",)}),
+    (gathered_again_in_pairs,): (4, {FORM: (
+        "axis dim_1: shards of parameters that the forward has kept, gathered again for the backw",
+        "axis world: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not on this "
+        "axis for the backward: 2 (n−1)/n Ψ",)}),
+    (unshards_ahead,): (2, {TIMES: (ONCE,), FORM: (
+        "sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not on this axis for "
+        "the backward: 2 (n−1)/n Ψ = 0.786 MB per rank (n=2, Ψ=0.786 MB); gloo's",)}),
+    (sums_beside_fsdp,): (2, {TIMES: (ONCE,), FORM: ("again for every backward: 3 (n−1)/n Ψ",)}),
     (saves_the_whole_model,): (2, {FORM: (
         "again for every backward: 3 (n−1)/n Ψ = 1.18 MB per rank (n=2, Ψ=0.786 MB); gloo",
         "0.131 MB of other traffic")}),
@@ -624,11 +684,11 @@ SAID = {
     (two_layers_frozen,): (2, {FORM: (
         "(n−1)/n times 0.526 MB of frozen parameters, if these are gathered as often",)}),
     **dict.fromkeys([(the_first_fsdp, True), (the_first_fsdp, False)], (2, {
-        FORM: ("not again for the backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
+        FORM: ("for the backward: 2 (n−1)/n Ψ = 0.263 MB per rank (n=2, Ψ=0.263 MB)",),
         TIMES: (ONCE,), "Which parameters are not sharded?": ("None: all",)})),
     (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
         "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
-        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not again")}),
+        "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not")}),
     (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); it may be", "parts")}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (

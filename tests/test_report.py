@@ -270,6 +270,7 @@ def test_saved_and_loaded_is_the_same_to_the_last_bit(tmp_path, name):
     assert (tmp_path / name).read_bytes() == first  # no random order
     assert not name.endswith("gz") or first[4:8] == bytes(4)  # and no date
     assert os.listdir(tmp_path) == [name]
+    json.loads(gzip.decompress(first) if name.endswith("gz") else first, parse_constant=pytest.fail)
 
 
 def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tmp_path):
@@ -416,7 +417,7 @@ def places(value, at=()):
         yield from places(inner, (*at, key))
 
 
-STRANGE = [None, True, -7, 2**70, 0.5, "?", [], ["?"], {}, [[]], [None], ABSENT]
+STRANGE = [None, True, -7, 2**70, 0.5, "?", [], ["?"], {}, {"$float": "?"}, [[]], [None], ABSENT]
 
 
 def test_no_change_of_the_body_escapes_as_anything_but_a_clear_error(saved, tmp_path):

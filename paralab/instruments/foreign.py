@@ -104,7 +104,9 @@ class Observer(Program):
         try:
             yield
         finally:
-            self.inside.pop()
+            while self.inside.pop() != kind:  # a step that raised, called by a hook
+                if "optimizer" not in self.inside:
+                    self.recorder.leave()
             self.recorder.leave()
 
     def _forward(self, call: Callable[[], Any], module: Any, *_: Any) -> Any:

@@ -193,8 +193,9 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     sums = sums[(sums["rank"] == rank) & sums["axis"].isin(axes) & sums["phase"].isin(REDUCING)]
     if sums.empty:
         return ""
-    size = sums.groupby("axis")["payload_bytes"].sum()
-    psi, (m, reducing) = trained_bytes(report, rank, size.idxmax()), backwards(report, rank, sums)
+    size = sums.groupby(["axis", "op"])["payload_bytes"].sum()  # FSDP's, or those of DDP beside it
+    psi = trained_bytes(report, rank, size.idxmax()[0])
+    m, reducing = backwards(report, rank, sums)
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi

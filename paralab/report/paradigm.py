@@ -61,18 +61,24 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     payload, wire = (Counter((sums[name] / steps_of(report, rank)).to_dict()) for name in sums)
     reduced = {op: sum(payload[op, phase] for phase in REDUCING) / psi for op in REDUCTIONS}
     op = max(REDUCTIONS, key=reduced.__getitem__)
+    again = payload["all_gather", "backward"]
     if not reduced[op]:
+        if again and fully_sharded(report, rank):
+            return "shards of parameters that the forward has kept, gathered again for the backward"
         return "it looks like none of the known paradigms"
     own, frozen = made_of(report, "parameters", rank), 0.0
-    sharded = payload["all_gather", "backward"] or any(p["held"] < p["elements"] for p in own)
+    sharded = again or any(p["held"] < p["elements"] for p in own)
     name, phases = "data parallelism, gradients all-reduced", ()
-    if op == "reduce_scatter" and payload["all_gather", "forward"] and sharded:
+    # In every step, before the forward: FSDP2's ``unshard()``, not the saving of a checkpoint.
+    ahead = rows["step"][rows["op"].eq("all_gather") & rows["phase"].eq("data")].nunique()
+    unshards = fully_sharded(report, rank) and ahead == steps_of(report, rank)
+    if op == "reduce_scatter" and (payload["all_gather", "forward"] or unshards) and sharded:
         name, phases = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, ", PASSES
-        again = payload["all_gather", "backward"]
-        name += "again for every backward" if again else "and not again for the backward"
+        phases += ("data",) * unshards
+        name += "again for every backward" if again else "and not on this axis for the backward"
         frozen = trained_bytes(report, rank, axis, trained=False)
     elif op == "reduce_scatter":
-        name, phases = "sharded gradients (ZeRO-2)", ("forward", "data", "optimizer")
+        name, phases = "gradients reduced to owners (ZeRO-2)", ("forward", "data", "optimizer")
         if any(payload["all_gather", phase] for phase in phases):
             name = "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
             name += "gathered"

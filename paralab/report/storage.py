@@ -2,8 +2,7 @@
 
     {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
-Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; Python's
-also NaN and Infinity, which a diverged run's losses are). A file
+Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float). A file
 whose content has changed since it was written is refused: a clear error is worth more than a wrong
 number. A run over several machines writes one part per rank into a folder; `pl.load` merges them.
 """
@@ -105,12 +104,12 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
 def write(path: str | os.PathLike[str], body: dict[str, Any], kind: str) -> None:
     """Write the body, sealed, as JSON."""
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
-    output_files.write(path, json.dumps(sealed).encode())
+    output_files.write(path, json.dumps(sealed, allow_nan=False).encode())
 
 
 def seal(body: Mapping[str, Any]) -> str:
     """The SHA-256 of a body's canonical JSON: neither spacing nor the order of keys counts."""
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -156,8 +155,8 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else plain(model.to_dict(), "model"),
         "plan": plain(fields["plan"].to_dict(), "plan"),
-        "meta": plain(dict(fields["meta"]), "meta"),
-        "losses": fields["losses"],
+        "meta": _encode(plain(dict(fields["meta"]), "meta")),
+        "losses": _encode(fields["losses"]),
         "tables": {name: tables.columns_of(name, fields[name]) for name in tables.COLUMNS},
     }
 
@@ -168,8 +167,8 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
         "plan": Plan.from_dict(typed(body, "plan", dict)),
-        "meta": typed(body, "meta", dict),
-        "losses": typed(body, "losses", list),
+        "meta": _decode(typed(body, "meta", dict)),
+        "losses": _decode(typed(body, "losses", list)),
         **{name: tables.columns_of(name, typed(columns, name, dict)) for name in tables.COLUMNS},
     }
 
@@ -208,3 +207,17 @@ def _is(kind: Any, value: Any) -> bool:
     if kind in (int, float):
         return type(value) in (int, kind) and abs(value) < 2**63
     return type(value) is kind
+
+
+def _encode(value: Any) -> Any:
+    """Replace NaN and infinities, which a diverged run has and for which JSON has no form."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: {"$float": repr(float(name))})
+
+
+def _decode(value: Any) -> Any:
+    """The inverse of `_encode`."""
+
+    def number(found: dict[str, Any]) -> Any:
+        return float(found["$float"]) if list(found) == ["$float"] else found
+
+    return json.loads(json.dumps(value), object_hook=number)
