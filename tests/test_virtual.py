@@ -267,6 +267,15 @@ def test_virtual_products_are_of_the_plans_precision():
     assert [one.tf32 for one in found] == [[tf32, tf32] for tf32 in settings]
 
 
+def test_virtual_device_refuses_what_it_does_not_model():
+    def asks(context):
+        virtual_cuda.install(context.rank)
+        torch.cuda.empty_cache()
+
+    with pytest.raises(pl.RankError, match="does not model torch.cuda.empty_cache"):
+        launch_program(asks, 1, (), device="cpu", timeout=HANG_S)
+
+
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
 def waits_for_the_whole_stream(machine):
     def posted(self, call):
