@@ -138,9 +138,9 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def number(text: str) -> int | float | str:
     """``text`` as a number; or ``text`` itself, if it is none, which the setting then refuses with
-    its own message.
+    its own message. Python's "1_0" and digits of other scripts are none.
     """
-    for kind in (int, float):
+    for kind in (int, float) if text.isascii() and "_" not in text else ():
         try:
             return kind(text)
         except ValueError:

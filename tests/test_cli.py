@@ -103,6 +103,8 @@ def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_de
     ("arguments", "field", "value"),
     [
         (["--dp", "-1"], "dp", "-1"),
+        (["--dp", "1_0"], "dp", "'1_0'"),
+        (["--dp", "٣"], "dp", "'٣'"),
         (["--dp", "two"], "dp", "'two'"),
         (["--dp", "2.0"], "dp", "2.0"),
         (["--dropout", "nan"], "dropout", "nan"),

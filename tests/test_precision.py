@@ -110,6 +110,19 @@ def test_masters_are_what_torchs_optimizer_trains_and_the_model_has_them_rounded
     assert (("master", 0, 0) in update.state.store) == (precision != "fp32")
 
 
+def test_an_update_in_16_bits_goes_through_every_tensor_once(monkeypatch):
+    """A call for each unit: one for each tensor that goes through all grows as their square."""
+    update, calls, plain = Update("bf16", "adamw"), [], torch._fused_adamw_
+
+    def counted(tensors, *more, **how):
+        calls.append(len(tensors))
+        plain(tensors, *more, **how)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    update.step(drawn(0))
+    assert (len(calls), sum(calls)) == (len(update.state.units), len(SPEC.parameter_shapes()))
+
+
 @pytest.mark.parametrize("precision", DTYPES)
 def test_clipping_is_torchs_clipping_of_the_true_gradients(precision):
     update, plain, gradients = Update(precision, clip_norm=0.1), pl.reference.GPT(SPEC), drawn(0)

@@ -137,18 +137,20 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
         silent.terminate()
 
 
-def after_it(port: int, text: str, folder: str, given: str) -> tuple[int, bool, str | None]:
+def after_it(port: int, text: str, folder: str, given: str) -> tuple[int, bool, list[str | None]]:
     """Of the only rank on a machine, with this in the environment, once it has trained: threads,
-    whether its process group is up, and the interface on which NCCL would have listened.
+    whether its process group is up, the interface on which NCCL would have listened, and the queues
+    that a GPU would have had for its streams.
     """
+    for_a_gpu = "NCCL_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS"
     torch.set_num_threads(3)
     as_torchrun_rank(port, 0, (0, 0, 1), ranks=1)
-    for name in ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"):
+    for name in ("OMP_NUM_THREADS", *for_a_gpu):
         os.environ.pop(name, None)
     if given:
         os.environ["OMP_NUM_THREADS"] = given
     run_under_torchrun(MODEL, pl.Plan(), folder=folder, data=text, steps=1, device="cpu")
-    return torch.get_num_threads(), dist.is_initialized(), os.environ.get("NCCL_SOCKET_IFNAME")
+    return torch.get_num_threads(), dist.is_initialized(), [*map(os.environ.get, for_a_gpu)]
 
 
 def test_the_only_rank_of_a_machine_computes_on_one_core_unless_told_otherwise(tmp_path, text):
@@ -157,7 +159,7 @@ def test_the_only_rank_of_a_machine_computes_on_one_core_unless_told_otherwise(t
     """
     for given, used in (("", 1), ("3", 3)):
         told = free_port(), str(text), str(tmp_path / given), given
-        assert pl.launch(after_it, 1, told) == [(used, False, "lo")]
+        assert pl.launch(after_it, 1, told) == [(used, False, ["lo", "32"])]
 
 
 # ---- the link between machines ------------------------------------------------------------------

@@ -98,13 +98,15 @@ def trained(machine: virtual_cuda.Machine, context: Any, job: Job) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **job.settings}
         trainer = Trainer(context, job.model, job.plan, **settings)
+        trainer.grid.world.barrier()  # so that on all ranks the first step begins at one moment
+        begins = len(machine.nodes) - 1
         losses = [trainer.step(step) for step in range(job.steps)]
         trainer.rank.settle()
         if trainer.host is not None:
             trainer.host.close()
     tables = trainer.recorder.tables()
-    return {"nodes": list(map(tuple, machine.nodes)), "wrong": machine.wrong, "losses": losses,
-            "contexts": machine.contexts, "spans": len(tables["spans"]["id"]),
+    return {"nodes": list(map(tuple, machine.nodes)), "begins": begins, "wrong": machine.wrong,
+            "losses": losses, "contexts": machine.contexts, "spans": len(tables["spans"]["id"]),
             "allocator": tables["allocator"],
             "tf32": torch.backends.cuda.matmul.allow_tf32}  # fmt: skip
 
@@ -121,6 +123,8 @@ def measured(
 
 
 class Found(NamedTuple):
+    """step: seconds from the moment when all ranks are ready to the end of the last step."""
+
     step: float
     bubble: float
     wrong: list[str]
@@ -146,7 +150,8 @@ def virtuals(jobs: Sequence[Job]) -> list[Found]:
 
 def _found(parts: Sequence[dict[str, Any]]) -> Found:
     graphs = [[Node(*node) for node in part["nodes"]] for part in parts]
-    step = max(max(ends) for ends in solve(graphs).end)
+    ends = solve(graphs).end
+    step = max(map(max, ends)) - max(e[part["begins"]] for e, part in zip(ends, parts, strict=True))
     busy = sum(node.seconds for graph in graphs for node in graph if node.label in COMPUTE)
     return Found(
         step,
