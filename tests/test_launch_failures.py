@@ -450,6 +450,13 @@ def test_a_limit_of_processes_is_named_for_a_rank_and_for_a_thread_of_one(tmp_pa
     assert re.search("rank 0 raised RuntimeError: Resource .*ulimit -u", str(caught.value))
 
 
+def test_a_program_without_standard_streams_launches_ranks() -> None:
+    """A daemon; otherwise the server's socket had the number of a stream, and was closed."""
+    asked = "import os; os.closerange(0, 2); import paralab as pl; "
+    asked += "os.write(2, repr(pl.launch(abs, 1, (-3,))).encode())"
+    assert python("-c", asked).stderr == "[3]"
+
+
 # ---- the kernel ---------------------------------------------------------------------------------
 CELLS = """
 import select
