@@ -293,10 +293,11 @@ def _check_files(given: argparse.Namespace) -> None:
     taken: dict[str, str] = {}
     for name in (*OTHER_PATHS, *FILES):
         if (file := getattr(given, name, None)) is not None:
-            if name in FILES:
+            other = taken.setdefault(os.path.realpath(file), name)
+            if name in FILES:  # --checkpoint may be the folder that --resume reads
                 output_files.check(name, file)
-            if (other := taken.setdefault(os.path.realpath(file), name)) != name:
-                raise illegal(name, str(file), f"{other} is this path already", "another file")
+                if other != name:
+                    raise illegal(name, str(file), f"{other} is this path already", "another file")
 
 
 def _print_summary(report: Any) -> None:
@@ -311,15 +312,11 @@ def _write(
     names: Sequence[str] = tuple(FILES),
     sections: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the files that were asked for. Before anything long is printed, as who reads the output
-    may leave; see `main`.
-    """
-    written = [name for name in names if getattr(given, name, None)]
-    for name in written:
-        more = {"sections": sections} if name == "html" else {}
-        getattr(report, FILES[name][1])(getattr(given, name), **more)
-    for name in written:
-        print(FILES[name][2].format(getattr(given, name)))
+    for name in names:
+        _, method, message = FILES[name]
+        if file := getattr(given, name, None):
+            getattr(report, method)(file, **({"sections": sections} if name == "html" else {}))
+            print(message.format(file))
 
 
 # ---- the commands -------------------------------------------------------------------------------
@@ -341,17 +338,16 @@ def _run(given: argparse.Namespace) -> None:
         error.args = (str(error).replace("save=", "checkpoint="),)
         raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
+    _print_summary(report)
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
         machine = Cluster.local(device=facts.device_of(report))
         expect = predict(model, plan, machine, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
+        print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
-    _print_summary(report)
-    if given.predict:
-        print(comparison)
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -382,9 +378,10 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
         under_torchrun = observing.observe_under_torchrun
         return under_torchrun(program, given.arguments, folder=folder, **settings)
     report = observing.observe(program, args=given.arguments, live=True, **settings)
-    _write(report, given)
+    _write(report, given, ("save",))
     _print_summary(report)
     print(report.explain())
+    _write(report, given, ("html", "perfetto"))
     return None
 
 
@@ -410,8 +407,8 @@ def _dry_run(given: argparse.Namespace) -> None:
     settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     model, plan = _model_and_plan(given)
     report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
-    _write(report, given)
     _print_summary(report)
+    _write(report, given)
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
@@ -444,13 +441,13 @@ def _predict(given: argparse.Namespace) -> None:
     report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.memory_chart import fits
 
-    _write(report, given)
     _print_summary(report)
     if refusal := fits(report):
         print(refusal + ".\n")
     for title, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([title, *(lines or ["  none"])]) + "\n")
+    _write(report, given)
 
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
@@ -470,8 +467,8 @@ def _show(given: argparse.Namespace) -> None:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
-    _write(report, given)
     _print_summary(report)
+    _write(report, given)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -490,6 +487,23 @@ def _doctor(given: argparse.Namespace) -> int:
     found = doctor.diagnose(doctor.examine(given.device))
     print(found.text())
     return 1 if found.problems else 0
+
+
+class _Output(io.FileIO):
+    """A standard output that may fail before the end, because its reader leaves, as `head` does, or
+    its disk is full. The rest is dropped, and the command goes on to write its files.
+    """
+
+    failed: OSError | None = None  # the error, unless the reader left
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.failed = error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
 
 
 @contextmanager
@@ -525,6 +539,11 @@ def _warnings() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    raw = None
+    if type(out := sys.stdout) is io.TextIOWrapper:
+        raw = _Output(out.fileno(), "wb", closefd=False)
+        binary = io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print "?" for what a terminal cannot show
             stream.reconfigure(errors="replace")
@@ -536,11 +555,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = given.act(given)
             if callable(status):
                 status = status()
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it may be closed
+                sys.stdout.flush()
+        if raw is not None and raw.failed:
+            raise raw.failed
         return status or 0
-    except BrokenPipeError:  # who reads the output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt as error:
         where = str(error).removeprefix("interrupted").removeprefix("; ")
         said = f"interrupted; {where}" + "; " * bool(where) + "the ranks are stopped"

@@ -27,7 +27,7 @@ from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.ranks.failure import Refused
 from paralab.spec import Cluster, ModelSpec, Plan
-from processes import python
+from processes import ROOT, python
 from refusals import shell_refuses as refused
 
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -88,13 +88,13 @@ def test_every_field_is_explained_by_what_the_docstring_says_first():
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):
     line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
     words = ["--bucket-bytes", "64 kib", "--timeout", "30", "--data", "my text.txt"]
-    kept = "--preset gpt2 --layers 2 --checkpoint to --save-every 2 --resume from "
+    kept = "--preset gpt2 --layers 2 --checkpoint to --save-every 2 --resume to "
     kept += "--resume-changes lr,global_batch"
     assert cli.main([*line.split(), *words, *kept.split()]) == 0
     experiment.run.assert_called_once_with(
         ModelSpec.preset("gpt2").replace(layers=2), Plan(dp=4, bucket_bytes=2**16), steps=8, lr=0.1,
         optimizer="sgd", clip_norm=1, seed=3, device="cpu", timeout=30, data="my text.txt",
-        save="to", save_every=2, resume="from", resume_changes=["lr", "global_batch"],
+        save="to", save_every=2, resume="to", resume_changes=["lr", "global_batch"],
     )  # fmt: skip
 
 
@@ -228,9 +228,18 @@ def test_a_signal_that_nohup_has_switched_off_stays_so(experiment, capsys, monke
     assert not capsys.readouterr().err and signal.getsignal(ending) is signal.SIG_IGN
 
 
-def test_an_output_without_letters_is_no_error():
-    found = python("-m", "paralab", "program", "--dp", "2", PYTHONIOENCODING="ascii")
-    assert (found.returncode, found.stderr) == (0, "") and "ALL_REDUCE" in found.stdout
+@pytest.mark.parametrize("to, status, said", [
+    ("", 0, ""), (">&-", 0, ""),
+    (">/dev/full", 1, "paralab: [Errno 28] No space left on device\n"),
+])  # fmt: skip
+def test_an_output_without_letters_or_none_is_no_error_and_a_full_disk_is_one_line(
+    to, status, said
+):
+    asked = f"{shlex.quote(sys.executable)} -m paralab program --dp 2 {to}"
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    found = subprocess.run(asked, shell=True, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (status, said)
+    assert ("ALL_REDUCE" in found.stdout) == (not to)
 
 
 def test_a_warning_is_one_line_without_the_librarys_own_code_and_said_once(tmp_path):

@@ -76,6 +76,16 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
     assert "shared a GPU" not in report.timeline().layout.title.text + str(report.explain())
 
 
+def test_a_run_on_gpus_is_replayed_on_this_machines_gpus(run, monkeypatch):
+    report, asked = run(MODEL, pl.Plan(dp=2), steps=2), []
+    ours = pl.Cluster.preset("dgx-a100")
+    monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how) or ours)
+    for device in ("cuda:0", "cpu"):
+        there = dataclasses.replace(report, meta={**report.meta, "device": device})
+        assert there.replay().cluster.devices_per_node == ours.devices_per_node
+    assert asked == [{"device": "cuda"}, {"device": "cpu"}]
+
+
 def told(context):
     return os.environ["PARALAB_DEVICE"]
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -299,10 +300,18 @@ def stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def crowded() -> None:
+    """Faulthandler writes the stacks of the 100 youngest threads, so not the main thread's."""
+    for _ in range(100):
+        threading.Thread(target=block, daemon=True).start()
+    block()
+
+
 @pytest.mark.parametrize("hang, stack_seconds, words", [
     (block, watch.STACK_SECONDS, ["no rank waits for another; rank 0 is busy"]),
     # waited for to the end
     (stopped, 0.1, ["rank 0 does not answer\n", "rank 0: does not answer: it is stopped"]),
+    (crowded, watch.STACK_SECONDS, ["rank 0 does not answer\n", "more than 100 Python threads"]),
 ])  # fmt: skip
 def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
     hang, stack_seconds: float, words: list[str], monkeypatch
@@ -448,6 +457,13 @@ def test_a_limit_of_processes_is_named_for_a_rank_and_for_a_thread_of_one(tmp_pa
     with one_clear_error(pl.RankError) as caught:
         pl.launch(thread, ranks=1)
     assert re.search("rank 0 raised RuntimeError: Resource .*ulimit -u", str(caught.value))
+
+
+def test_a_program_without_standard_streams_launches_ranks() -> None:
+    """A daemon; otherwise the server's socket had the number of a stream, and was closed."""
+    asked = "import os; os.closerange(0, 2); import paralab as pl; "
+    asked += "os.write(2, repr(pl.launch(abs, 1, (-3,))).encode())"
+    assert python("-c", asked).stderr == "[3]"
 
 
 # ---- the kernel ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
+from paralab.view.perfetto import events
 from refusals import refuses
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
@@ -286,7 +287,9 @@ def trace(four, tmp_path_factory) -> list[dict]:
 
 
 def test_the_trace_has_the_fields_that_the_format_requires(trace, four):
-    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"}}
+    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"},
+                "s": {"name", "cat", "id", "ts"},
+                "f": {"name", "cat", "id", "ts", "bp"}}  # fmt: skip
     for event in trace:
         assert required[event["ph"]] <= set(event), event
         assert type(event["pid"]) is int and type(event["tid"]) is int
@@ -311,6 +314,24 @@ def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_whose_slices_do_
         assert all(end <= start for (_, end), (start, _) in zip(slices, slices[1:], strict=False))
         # Whole nanoseconds, exactly: no viewer's rounding can make neighbours overlap.
         assert all((8 * time).is_integer() for pair in slices for time in pair)
+
+
+@pytest.mark.parametrize("report", ["four", "late"])
+def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(report, four):
+    if report == "late":  # a rank waits for messages that are not in flight yet
+        cluster = pl.Cluster.preset("dgx-a100")
+        four = pl.predict(synthetic.MODEL, Plan(pp=2, microbatches=3), cluster, steps=1)
+    trace, by_id = events(four), four.spans.set_index("id")
+    starts = {e["id"]: e for e in trace if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace if e["ph"] == "f"}
+    pairs = [(cause, i) for i, after in by_id["after"].items() for cause in after]
+    assert starts.keys() == ends.keys() == set(range(len(pairs)))
+    slices = {e["args"]["id"]: e for e in trace if e["ph"] == "X"}
+    for i, (cause, effect) in enumerate(pairs):
+        assert starts[i]["ts"] <= ends[i]["ts"], "viewers drop an arrow that ends before it starts"
+        for end, span in ((starts[i], slices[cause]), (ends[i], slices[effect])):
+            assert all(end[name] == span[name] for name in ("pid", "tid"))
+            assert span["ts"] <= end["ts"] <= span["ts"] + span["dur"]
 
 
 def test_slices_carry_times_micro_batch_and_bytes(trace, four):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import pickle
 import re
 import webbrowser
@@ -507,9 +508,10 @@ def test_losses_that_coincide_are_drawn_from_wide_to_narrow():
 @pytest.mark.parametrize(("losses", "said"), [
     ({"a": [3.0, 2.0], "b": [3.0, 2.5]}, "a ends at 2.000, b at 2.500 nats"),
     ({"a": [3.0, 2.0], "b": [3.0, 2.0]}, "All curves coincide: their losses differ by at most 0"),
-    ({"a": [3.0, 2.0], "b": [3.0, float("nan")]}, "a ends at 2.000, b at nan nats"),
+    ({"a": [3.0, 2.0], "b": [3.0, math.nan]}, "b diverged at step 1"),
+    ({"a": [math.inf, 2.0], "b": [3.0, math.nan]}, "a diverged at step 0 and b diverged at step 1"),
 ])  # fmt: skip
-def test_losses_say_where_each_ends(losses, said):
+def test_losses_say_where_each_ends_or_which_diverged(losses, said):
     assert view.losses(losses).finding == said
 
 

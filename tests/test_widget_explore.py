@@ -2,8 +2,11 @@
 
 import html
 import re
+import threading
 import warnings
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -194,6 +197,19 @@ def test_settings_that_became_impossible_during_a_run_stay_grey_behind_it(bench,
         bench.run().wait(PATIENCE)
     assert STALE in bench._views._dom_classes and bench._run_button.disabled
     assert "tp=8 partitions" in bench._trouble.value
+
+
+def test_code_of_ones_own_need_not_be_hashable_nor_copyable():
+    @dataclass
+    class Nothing:
+        lock: Any = field(default_factory=threading.Lock)
+
+        def __call__(self, program):
+            return program
+
+    bench = pl.explore(MODEL, PLAN.replace(passes=(Nothing(),)), CLUSTER)
+    assert bench.state == "idle" and bench.result is None and numbers(bench)
+    assert "passes=(your_own,)" in bench._code.value
 
 
 def test_the_code_line_makes_this_plan():

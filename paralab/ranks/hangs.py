@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from paralab.ranks.errors import RankTimeout
 
-DOES_NOT_ANSWER = "does not answer: it is stopped, or blocked inside the operating system"
+DOES_NOT_ANSWER = """does not answer: it is stopped, or blocked inside the operating system, or \
+has more than 100 Python threads"""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -113,9 +114,10 @@ def show_cells(traceback: str) -> str:
 
 def main_stack(dump: str) -> list[Frame]:
     """The main thread's frames, innermost first, in a dump of faulthandler, which writes the oldest
-    thread last.
+    thread last. Of more than 100 threads it leaves the oldest out, so there are none.
     """
-    frames = _FRAME.findall(_THREAD.split(dump)[-1])
+    main = "" if dump.endswith("\n...\n") else _THREAD.split(dump)[-1]
+    frames = _FRAME.findall(main)
     return [Frame(file, int(line), name) for file, line, name in frames if line.isdigit()]
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
@@ -98,14 +99,16 @@ class RankServer:
         self.method = method
         self._socket, theirs = socket.socketpair()
         self.connection = Connection(os.dup(self._socket.fileno()))
-        serve = f"s.serve({theirs.fileno()}, {method!r}, {os.getpid()})"
+        # Where this process has closed its standard streams, a socket may have the number of one.
+        fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
+        serve = f"s.serve({fd}, {method!r}, {os.getpid()})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
+        with theirs, os.fdopen(fd):
             # In a session of its own the server gets neither Ctrl-C nor Jupyter's interrupt.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"import paralab.ranks.server as s; {serve}"],
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -99,8 +99,15 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     curves = {theme.text(label): values for label, values in curves.items()}
-    ends = sorted((math.isnan(last), last, label) for label, (*_, last) in curves.items())
-    (*_, low, best), (*_, high, worst) = ends[0], ends[-1]
+    lost = [
+        f"{label} diverged at step {[*map(math.isfinite, values)].index(False)}"
+        for label, values in curves.items()
+        if not all(map(math.isfinite, values))
+    ]
+    if lost:
+        return theme.listed(lost)
+    ends = sorted((last, label) for label, (*_, last) in curves.items())
+    (low, best), (high, worst) = ends[0], ends[-1]
     if len(curves) == 1:
         first, steps = curves[best][0], count_of(len(curves[best]), "step")
         verb = "fell" if low < first else "went"

@@ -1,7 +1,7 @@
 """A report as a trace for ui.perfetto.dev or chrome://tracing.
 
 The file has the Chrome trace-event format: a process per rank, a thread per lane, an "X" event per
-span, which has the ids of the spans that it waited for. Overlapping collectives of one lane
+span, and arrows from a span to the spans that waited for it. Overlapping collectives of one lane
 are on threads of their own ("comm:dp 2"), because slices of one thread must nest. Copies between
 memory tiers have their category and bytes.
 """
@@ -55,6 +55,14 @@ def events(report: Tables) -> list[Event]:
         result += _named("process", rank, 0, f"rank {rank}")
     result += _threads(lanes)
     result += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
+    by_id = {span["id"]: span for span in spans}
+    arrows = [(by_id[a], span) for span in spans for a in span["after"]]
+    for number, (cause, effect) in enumerate(arrows):
+        common = {"cat": "after", "name": "after", "id": number}
+        result.append({"ph": "s", **common, **_place(cause)})
+        # A wait may begin before what it waits for; viewers drop an arrow that points back in time.
+        landed = _place(effect) | {"ts": max(cause["ts"], effect["ts"])}
+        result.append({"ph": "f", "bp": "e", **common, **landed})
     return result
 
 
@@ -84,6 +92,10 @@ def _named(what: str, rank: int, thread: int, name: str) -> list[Event]:
     ]
 
 
+def _place(span: Event) -> Event:
+    return {"pid": span["rank"], "tid": span["tid"], "ts": span["ts"]}
+
+
 def _slice(span: Event, calls: list[Event], copies: list[Event]) -> Event:
     name = span["kind"].replace("_", " ")
     if span["microbatch"] >= 0:
@@ -100,12 +112,5 @@ def _slice(span: Event, calls: list[Event], copies: list[Event]) -> Event:
         first, size = copies[0], sum(copy["bytes"] for copy in copies)
         name = f"{first['op']} {first['category']}"
         args |= {"bytes": size, "category": first["category"], "op": first["op"]}
-    times = {key: span[key] for key in ("tid", "ts", "dur")}
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": span["kind"],
-        "pid": span["rank"],
-        **times,
-        "args": args,
-    }
+    event = {"ph": "X", "name": name, "cat": span["kind"], "dur": span["dur"], "args": args}
+    return event | _place(span)

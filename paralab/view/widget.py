@@ -315,9 +315,13 @@ class Widget(ipw.VBox):
     def _key(self, at: At) -> Any:
         """The key of a result; None for impossible settings."""
         try:
-            return self._depends_on(at)
+            needs = self._depends_on(at)
+            hash(needs)
         except ValueError:
             return None
+        except TypeError:  # a user's function may be an object that cannot be hashed
+            return repr(needs)
+        return needs
 
     @property
     def result(self) -> Any:
