@@ -536,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = given.act(given)
             if callable(status):
                 status = status()
-            sys.stdout.flush()
+            print(end="", flush=True)  # to a closed output as to an open one
         return status or 0
     except BrokenPipeError:  # who reads the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
