@@ -31,9 +31,11 @@ Held = list[dict[Kind, int]]
 
 
 def own(spec: pl.ModelSpec) -> Any:
-    """A block of one's own, whose last layer keeps its result."""
+    """A block of one's own, with a buffer, whose last layer keeps its result."""
     h = spec.hidden
-    return nn.Sequential(nn.LayerNorm(h), nn.Linear(h, h), nn.Sigmoid())
+    block = nn.Sequential(nn.LayerNorm(h), nn.Linear(h, h), nn.Sigmoid())
+    block.register_buffer("noise", torch.ones(100))
+    return block
 
 
 def turned(spec: pl.ModelSpec) -> Any:
@@ -47,11 +49,12 @@ def turned(spec: pl.ModelSpec) -> Any:
 
 
 class OfTwo(nn.Module):
-    """A block that multiplies with one matrix, made of two weights."""
+    """A block that multiplies with one matrix, made of two weights, and has a buffer."""
 
     def __init__(self, spec: pl.ModelSpec) -> None:
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.ones(spec.hidden, spec.hidden)) for _ in range(2))
+        self.register_buffer("noise", torch.ones(100))
 
     def forward(self, x):
         w = torch.cat([self.a, self.b])
