@@ -425,6 +425,15 @@ def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
     launch_program(ends, 2, (), device="cpu", timeout=HANG_S)
 
 
+def test_virtual_device_refuses_what_it_does_not_model():
+    def asks(context):
+        on_virtual(context)
+        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
+            torch.cuda.mem_get_info()
+
+    launch_program(asks, 1, (), device="cpu", timeout=HANG_S)
+
+
 def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
     """Of ranks with a GPU each; where ranks compute on the CPU, or share a GPU, it has one."""
 
