@@ -651,6 +651,7 @@ def test_a_paradigm_is_known_by_its_calls(job):
         assert (asked in answers) == (parts is not None), asked
         assert all(part in answers[asked] for part in parts or ()), answers[asked]
     assert answers.get(TIMES, "").startswith(said.get(TIMES) or "")  # not "2 times Ψ"
+    assert "recv" not in answers[CALLS]  # a message counts once, at its sender
     form = answers[FORM]
     partly = in_16_bits, sums_a_statistic, two_layers_frozen
     assert ("whole multiple" in form) == (job[0] in partly)
