@@ -555,8 +555,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = given.act(given)
             if callable(status):
                 status = status()
-            if sys.stdout is not None:  # it may be closed
-                sys.stdout.flush()
+            print(end="", flush=True)  # to a closed output as to an open one
         if raw is not None and raw.failed:
             raise raw.failed
         return status or 0

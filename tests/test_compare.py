@@ -62,7 +62,7 @@ STEP_TIMES = [
     (4, {"wall": 5.0, "cores": 8}, "other work", "share"),
     (4, {"wall": 3.3, "nodes": [0, 1, 1, 1]}, "3 ranks share 2 cores, which explains", "threads"),
     (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "The run was on 2 nodes, prediction and ", "core"),
-    (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "(nodes=2, devices_per_node=2), whose", "core"),
+    (4, {"wall": 1.3, "nodes": [0, 1, 1, 1]}, "(nodes=2, devices_per_node=3), whose", "threads"),
     (2, {"wall": 1.3, "nodes": [0, 1]}, "doctor --calibrate measures", "stated"),
     (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),

@@ -154,6 +154,10 @@ def test_a_container_and_a_hub_s_user_have_the_memory_that_their_limit_leaves(
     assert doctor.free_memory() is None
 
 
+def test_where_there_is_no_folder_there_is_no_room():
+    assert doctor.room_in("/no/such/folder") is None  # as /dev/shm on macOS
+
+
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))

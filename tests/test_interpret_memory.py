@@ -20,7 +20,6 @@ import paralab as pl
 from paralab.interpret.memory import Kind, Memory, memory, moments
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
-from test_programs_equal import Sliced
 from witness_memory import Witness, on_ranks, witness
 
 COUNT = os.environ.get("PARALAB_MEMORY_PLANS")
@@ -46,15 +45,27 @@ def turned(spec: pl.ModelSpec) -> Any:
     return Turned()
 
 
+def longer(spec: pl.ModelSpec) -> Any:
+    """A block whose result and input's gradient are the first half of longer tensors."""
+
+    class Longer(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, torch.ones_like(x)], 1).tanh()[:, : x.shape[1]]
+
+    return Longer()
+
+
 class OfTwo(nn.Module):
-    """A block that multiplies with one matrix, made of two weights."""
+    """A block that multiplies with one matrix, the sum of two weights, and has a buffer."""
 
     def __init__(self, spec: pl.ModelSpec) -> None:
         super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(spec.hidden, spec.hidden)) for _ in range(2))
+        shape = 2 * spec.hidden, spec.hidden
+        self.a, self.b = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+        self.register_buffer("noise", torch.ones(100))
 
     def forward(self, x):
-        w = torch.cat([self.a, self.b])
+        w = self.a + self.b
         return F.linear(F.linear(x, w), w.t())
 
 
@@ -195,11 +206,10 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan):
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
     ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
     ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
-    ({"block": Sliced, "layers": 3, "seq_len": 96}, {
-        "pp": 3, "microbatches": 3, "microbatch_size": 4}),
+    ({"block": longer, "seq_len": 128}, {"pp": 2, "microbatches": 3, "microbatch_size": 1}),
     ({"block": OfTwo}, {"pp": 2, "microbatches": 3, "schedule": "zb-h1"}),
 ], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",
-        "a result kept", "sliced", "parts of one gradient"])  # fmt: skip
+        "a result kept", "longer", "one gradient for two"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss; of what shares a storage, this storage once.

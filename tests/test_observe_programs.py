@@ -314,6 +314,8 @@ def beside_ddp(what):
     def copied():
         for parameter in model.parameters() if what == "copies" else ():
             dist.broadcast(parameter.data, 0)
+        if what == "metrics":
+            dist.all_gather(list(torch.empty(2, 40_000)), torch.ones(40_000))
 
     model = ddp(Net(512, 512))
     trained(model, 512, backwards=2, behind=copied)
@@ -562,17 +564,19 @@ def sums_gradients(model, x, **how):
 
 
 def gathers_what_it_updates():
-    """Gradients are summed, and each rank updates its share, as Muon of modded-nanogpt does."""
+    """The optimizer sums gradients, and each rank updates its share, as Muon of modded-nanogpt."""
 
     class Update(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self):
             own, mine = self.param_groups[0]["params"], dist.get_rank()
+            for parameter in own:
+                dist.all_reduce(parameter.grad)
             own[mine].sub_(own[mine].grad)
             dist.all_gather(list(own), own[mine])
 
     model = layers(2, bias=False)
-    sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
+    trained(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
 def the_first_fsdp(views, levels=1):
@@ -629,6 +633,8 @@ SAID = {
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB",), TIMES: (EVERY,)}),
     (beside_ddp, "features"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", OTHER), TIMES: (EVERY,)}),
+    (beside_ddp, "metrics"): (
+        2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", "0.16 MB of other"), TIMES: (EVERY,)}),
     (beside_ddp, "copies"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB", "1.05 MB of other"), TIMES: (EVERY,)}),
     (measures_beside_ddp,): (2, {FORM: (SUMMED + "2 (n−1)/n Ψ = 1.05 MB", "65,540 B of other")}),
@@ -705,6 +711,7 @@ def test_a_paradigm_is_known_by_its_calls(job):
         assert (asked in answers) == (parts is not None), asked
         assert all(part in answers[asked] for part in parts or ()), answers[asked]
     assert answers.get(TIMES, "").startswith(said.get(TIMES) or "")  # not "2 times Ψ"
+    assert "recv" not in answers[CALLS]  # a message counts once, at its sender
     form = answers[FORM]
     partly = in_16_bits, sums_a_statistic, two_layers_frozen
     assert ("whole multiple" in form) == (job[0] in partly)

@@ -447,6 +447,16 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
         refuses("only the name.*; legal: ", asked)
 
 
+def test_buffers_in_one_storage_count_once():
+    def viewed(spec):
+        block = nn.Linear(spec.hidden, spec.hidden)
+        block.register_buffer("all", torch.ones(100))
+        block.register_buffer("first", block.all[:50])
+        return block
+
+    assert compiled(SPEC.replace(block=viewed), pl.Plan()).model.ops[2].constant == 400
+
+
 def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was():
     width = 2
 

@@ -148,6 +148,19 @@ def test_one_rank_gets_what_several_get_together(text):
     assert not torch.equal(other[0][0], whole[0][0])
 
 
+def test_a_training_keeps_its_text_whatever_becomes_of_the_path(tmp_path, monkeypatch):
+    def trained():
+        return pl.reference.train(SPEC, steps=2, data="t.txt")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_bytes(bytes(range(1, 128)))
+    expected, steps = [step.loss for step in trained()], trained()
+    found = [next(steps).loss, next(steps).loss]
+    (tmp_path / "t.txt").write_bytes(bytes(range(1, 128)) * 9)
+    monkeypatch.chdir(tmp_path.parent)
+    assert [*found, *(step.loss for step in steps)] == expected
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_defaults_are_those_of_a_run(run, optimizer):
     """Steps, micro-batches, text, seed, and the learning rate, on which later losses depend."""

@@ -153,6 +153,7 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     chart, psi = four.traffic_chart(), 4 * four.model.num_params
     assert said in title(chart)
     assert chart.layout.shapes[-1].x0 == pytest.approx(1.5 * psi / 1e3)  # after nodes' borders
+    assert chart.data[1].marker.color == theme.AXIS_COLOUR["dp"]
     calls = four.collectives.copy()
     grads = calls["phase"] == "grad_sync"  # buckets padded by 2 % on the wire
     calls.loc[grads, "payload_bytes"] = calls["payload_bytes"] // 1000 * 1020

@@ -139,10 +139,10 @@ def test_phases_are_named_at_borders_between_and_before(two):
 def test_the_fullest_step_is_drawn_of_all_ranks_or_of_one():
     made = sampled(2, steps=3)
     rows = made.memory
-    for factor in (2, 1):  # of equal steps the last
+    for factor, fullest in ((2, 2), (1, 2), (0, 0)):  # of equal steps the last
         later = rows.assign(step=2, time=rows["time"] + 1.0, bytes=rows["bytes"] * factor)
         report = dataclasses.replace(made, memory=pd.concat([rows, later]))
-        assert "step 2" in report.memory_chart().below
+        assert f"step {fullest}" in report.memory_chart().below
     one = report.memory_chart(rank=1)
     assert set(one.table["rank"]) == {1}
     assert len(areas(one)) == 1

@@ -85,7 +85,8 @@ def facts(spec: ModelSpec, batch: int, precision: str) -> dict[str, Any]:
             for local, b in module.named_buffers():
                 tensors[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(tensors.values())[len(parameters) :]
-            constant = sum(buffer.nbytes for buffer in buffers)
+            constant = [buffer.untyped_storage() for buffer in buffers]
+            constant = sum({s._cdata: s.nbytes() for s in constant}.values())  # each once
             versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
             with saved_tensors_hooks(pack, unpack), counter:
