@@ -79,8 +79,8 @@ def whole(program: Program, cluster: Cluster) -> Step:
         lines.append(line := Line.of(times, pp, actions))
         line.table.transfers = transfers(costs, pp, dict(enumerate(line.table.code)))
         _, *both = zip(*walk, strict=True)
-        tops, behind = (sizes_of(helds, kinds) for helds in both)
-        held.append(samples(behind, tops[1:], line.left[last], mine.last, device))
+        tops, behind = (sizes_of(helds, kinds).T for helds in both)
+        held.append(samples(behind, tops[:, 1:], line.left[last], mine.last, device))
     return Step(lines, kinds, held, costs)
 
 
