@@ -71,6 +71,7 @@ class Deep:
         self.program = laid_out(spec, plan, optimizer=optimizer, clips=False)
         self.like = first_alike(self.program)
         self.lists = {like: lists(self.program, like) for like in dict.fromkeys(self.like)}
+        self.messages = {like: folded.messages for like, folded in self.lists.items()}
         self._graph_of: tuple = ()  # the arguments that the graph was made with
         self._price(Costs(self.program, cluster))
 
@@ -157,7 +158,7 @@ class Deep:
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
         """(index in the table, index of its WAIT, instruction, cost) of each SEND and RECEIVE."""
         like = self.like[pp]
-        for (op, *of), ins in self.lists[like].messages.items():
+        for (op, *of), ins in self.messages[like].items():
             if op != WAIT:
                 ins = ins._replace(peer=(ins.peer + pp - like) % self.plan.pp)
                 at, wait = (message_index(end, *of, self.v) for end in (op, WAITED[op]))

@@ -65,7 +65,8 @@ class Table:
     summed     for a WAIT: seconds to add up what a reduction received
     flight     1 for a call, bookkeeping left out; 2 for a copy between tiers; else 0
     lane       (lane of the timeline, kind of box), or None where nothing is drawn, as for calls of
-               tensor parallelism and messages between stages
+               tensor parallelism and messages between stages; ``drawn``: whether something is
+    host       whether the host does it
     seconds    for a composite CALL: how long it takes. Of this, in seconds: ``idle``, the rank is
                idle; ``copied``, it adds up and copies; ``inner``, calls of its own are in flight;
                ``hidden``, they are in flight while the rank computes
@@ -84,6 +85,7 @@ class Table:
         self.flight, self.summed, composite = np.zeros(k, int), np.zeros(k), np.zeros((5, k))
         self.seconds, self.idle, self.copied, self.inner, self.hidden = composite
         self.works = np.array([ins.op in WORKS for ins, _ in code], bool)
+        self.host = np.array([ins.lane == "host" for ins, _ in code], bool)
         self.computes = self.works | np.array([type(cost) is Compute for _, cost in code], bool)
         for at, (ins, cost) in enumerate(code):
             if type(cost) is Times:
@@ -97,6 +99,7 @@ class Table:
                 self.flight[at] = ins.phase not in BOOKKEEPING
                 if not ins.lane.startswith("tp") and ins.op not in MESSAGES:
                     self.lane[at] = f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
+        self.drawn = np.array([lane is not None for lane in self.lane], bool)
         for at, cost in awaited.items():
             if type(cost) is Posted:  # where another member adds up, the rank is idle for it
                 (self.idle if cost.other else self.summed)[at] = cost.summed
@@ -131,10 +134,8 @@ class Line:
         self.entered, self.waits = np.append(0.0, self.left[:-1]), self.over >= 0.0
         self.computes, self.works = table.computes[symbol], table.works[symbol]
         self.summed, self.idle = table.summed[symbol] * self.waits, table.idle[symbol]
-        edges = np.zeros(len(symbol), int)
-        np.add.at(edges, self.actions.first, 1)
-        np.add.at(edges, self.actions.last, -1)
-        self.inside = edges.cumsum() > 0
+        begun, over = (np.bincount(at, minlength=len(symbol)) for at in self.actions[-2:])
+        self.inside = (begun - over).cumsum() > 0
 
     @classmethod
     def of(cls, times: Times, pp: int, actions: Actions | None = None) -> Line:
@@ -198,9 +199,11 @@ class Line:
         """
         start, end = self.begins, np.where(self.computes, self.left, self.entered)
         done, added = end - start - self.idle * self.computes, self.over + self.idle
+        works = self.computes | self.waits & self.inside
+        if not self.summed.any():
+            return np.array([start[works], end[works], done[works]])
         pieces = np.array([[start, added], [end, added + self.summed], [done, self.summed]])
-        which = np.stack([self.computes | self.waits & self.inside, self.summed > 0], 1)
-        return pieces.transpose(0, 2, 1)[:, which]
+        return pieces.transpose(0, 2, 1)[:, np.stack([works, self.summed > 0], 1)]
 
     def boxes(self, short: float) -> list[Box]:
         """The boxes to draw that belong to no action: what the rank computes after all actions; the
@@ -227,10 +230,8 @@ class Line:
         alike = actions.stage * len(CODE) + actions.letter
         _, last = np.unique(alike[::-1], return_index=True)  # of each stage, one per letter
         since = actions.first[::-1][last].min()
-        drawn = np.array([lane is not None for lane in self.table.lane], bool)
-        host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        chosen = drawn[symbols] & (host[symbols] | (self.calls >= since))
+        chosen = self.table.drawn[symbols] & (self.table.host[symbols] | (self.calls >= since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))

@@ -30,21 +30,21 @@ def samples(
     """(moment, bytes of every kind) of a rank: at the start of the step, after some actions, at the
     peak of the device and of the other tiers, and at the end.
 
-    behind   bytes of every kind before the first instruction and after each        (1 + n, kinds)
-    tops     the same at the peak of each instruction                                   (n, kinds)
+    behind   bytes of every kind before the first instruction and after each        (kinds, 1 + n)
+    tops     the same at the peak of each instruction                                   (kinds, n)
     leave    when the rank goes on to the next instruction                                    (n,)
     actions  positions of each action's last instruction
     device   whether a kind is on the device                                              (kinds,)
     """
-    before, behind = behind[0], behind[1:]
+    before, behind = behind[:, 0], behind[:, 1:]
     chosen = actions[np.unique(np.linspace(0, len(actions) - 1, SAMPLES).astype(int))]
-    taken = {0.0: before} | {float(leave[at]): behind[at] for at in chosen.tolist()}
+    taken = {0.0: before} | {float(leave[at]): behind[:, at] for at in chosen.tolist()}
     for sizes, tier in ((tops, device), (behind, ~device)):
-        held = sizes @ tier
+        held = sizes[tier].sum(0)
         at = int(held.argmax())
         if held[at] > before[tier].sum():
-            taken[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = sizes[at]
-    taken[float(leave[-1])] = behind[-1]
+            taken[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = sizes[:, at]
+    taken[float(leave[-1])] = behind[:, -1]
     return [(moment, taken[moment]) for moment in sorted(taken)]
 
 
@@ -86,12 +86,14 @@ class Effects:
         """`samples` of a rank of this kind, and the highest peak after its last action."""
         at = np.flatnonzero(self.there[line.symbol])
         symbol, leave = line.symbol[at], line.left[at]
-        behind = np.vstack([self.before, self.added[symbol]]).cumsum(0)
-        tops, actions = behind[:-1] + self.top[symbol], np.flatnonzero(self.actions[symbol])
+        # A kind's bytes lie next to each other, which makes the sums several times as quick.
+        added, top = self.added.T.take(symbol, 1), self.top.T.take(symbol, 1)
+        behind = np.column_stack([self.before, added]).cumsum(1)
+        tops, actions = behind[:, :-1] + top, np.flatnonzero(self.actions[symbol])
         taken = dict(samples(behind, tops, leave, actions, self.device))
         end = actions[-1] + 1
-        highest = (tops[end:] @ self.device).argmax()
-        taken.setdefault((leave[end - 1] + line.left[-1]) / 2, tops[end + highest])
+        highest = end + tops[self.device, end:].sum(0).argmax()
+        taken.setdefault((leave[end - 1] + line.left[-1]) / 2, tops[:, highest])
         return sorted(taken.items(), key=lambda sample: sample[0])
 
     def peak(self, symbol: np.ndarray) -> int:

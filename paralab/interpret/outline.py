@@ -40,7 +40,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
 from paralab.programs.program import Program
-from paralab.report.tables import COLUMNS, KIND, LETTER, by_column
+from paralab.report.tables import COLUMNS, KIND, LETTER, Made, by_column
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE, F, W
 
@@ -51,7 +51,7 @@ ARROWS = 20_000  # boxes: with more, the picture has no arrows, for no reader fo
 
 def outline(
     spec: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str, steps: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+) -> tuple[dict[str, Made], dict[str, float]]:
     """(the report's tables for ``steps`` steps; seconds per step, averaged over ranks, in which
     calls are in flight, in which they are hidden behind work of the rank, and the same for copies).
     """
@@ -79,8 +79,8 @@ def whole(program: Program, cluster: Cluster) -> Step:
         lines.append(line := Line.of(times, pp, actions))
         line.table.transfers = transfers(costs, pp, dict(enumerate(line.table.code)))
         _, *both = zip(*walk, strict=True)
-        tops, behind = (sizes_of(helds, kinds) for helds in both)
-        held.append(samples(behind, tops[1:], line.left[last], mine.last, device))
+        tops, behind = (sizes_of(helds, kinds).T for helds in both)
+        held.append(samples(behind, tops[:, 1:], line.left[last], mine.last, device))
     return Step(lines, kinds, held, costs)
 
 
@@ -100,7 +100,7 @@ def actions_of(program: Program, pp: int) -> Actions:
     return Actions(*np.array([(*action, *ends) for action, ends in ends_of.items()]).T)
 
 
-def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
+def tables(plan: Plan, step: Step, steps: int) -> dict[str, Made]:
     """The report's tables of ``steps`` steps, all alike."""
     rows: dict[str, list[tuple]] = {"collectives": [], "copies": []}
     for line in step.lines:
@@ -225,13 +225,13 @@ def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
     return _rows(pp=np.r_[pp, pp[last]][gap], start=begin[gap], end=until[gap], after=after)
 
 
-def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> dict[str, Any]:
+def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> Made:
     """The rows of all steps, each ``length`` seconds after the one before; memory is recorded in
     the first step only.
     """
     n, steps = len(table["rank"]), 1 if name == "memory" else steps
     turn = np.repeat(np.arange(steps), n)
-    columns: dict[str, Any] = {}
+    columns = Made()
     for column, kind in COLUMNS[name].items():
         if column == "step":
             columns[column] = turn
@@ -242,8 +242,7 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
                 ids = (after + turn * n).tolist()
                 columns[column] = [(i,) if a >= 0 else () for i, a in zip(ids, after, strict=True)]
         elif kind in (str, tuple):
-            values = table[column]
-            columns[column] = (values if isinstance(values, list) else values.tolist()) * steps
+            columns[column] = np.tile(np.fromiter(table[column], object, n), steps)
         else:
             values = np.tile(np.asarray(table[column], kind), steps)
             later = column in ("start", "end", "time")

@@ -51,7 +51,12 @@ class Model:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """{full name: shape} of every parameter that an op owns, in order of the ops."""
-        return {op.owned[local]: shape for op in self.ops for local, shape in op.params.items()}
+        return {name: op.params[local] for op in self.ops for local, name in op.owned.items()}
+
+    @cached_property
+    def owner(self) -> dict[str, int]:
+        """{full name of a parameter: index of the op that owns it}."""
+        return {name: index for index, op in enumerate(self.ops) for name in op.owned.values()}
 
     @cached_property
     def numels(self) -> dict[str, dict[str, int]]:

@@ -41,10 +41,9 @@ def gradient_cuts(model: Model, units: Sequence[Unit]) -> set[int]:
     No such cut separates f from the layer behind it, because that layer's weight half is computed
     while f's message is in flight.
     """
-    op_of = {name: index for index, op in enumerate(model.ops) for name in op.owned.values()}
     cuts = set()
     for unit in units:
-        first = min(op_of[name] for name in unit.names)
+        first = min(model.owner[name] for name in unit.names)
         before = model.ops[first - 1].message if first else None
         if before is None or before.forward:
             cuts.add(first)

@@ -179,7 +179,10 @@ class Program:
         if key in self._known:
             return self._known[key]
         shares = {}
-        for share in self.places(rank, index) if self.plan.tp > 1 else ():
+        partial = mode_of(self.plan).partial if self.plan.tp > 1 else ()
+        for share in self.places(rank, index) if partial else ():
+            if kind_of(share.name) not in partial:
+                continue
             block = holding(self.spec, self.plan, share.name, 0)
             if block.partial:
                 phase = SHARED_PHASE.get(kind_of(share.name), "shared")

@@ -101,12 +101,12 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between
     them, T of its pipeline as in `bubble`)}
     """
-    on_lane = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
-    spans = report.spans[on_lane]
+    on_lane = (report.spans["step"] == step) & report.spans["lane"].isin(["compute"])
+    spans = report.spans.loc[on_lane, ["rank", "kind", "start", "end", "cost"]]
     work = spans["kind"].isin(COMPUTE_KINDS)
     by_rank = spans[work].groupby("rank")
     first, last = by_rank["start"].min(), by_rank["end"].max()
-    copies = spans[spans["kind"] == "copy"]  # into gradient buckets
+    copies = spans[spans["kind"].isin(["copy"])]  # into gradient buckets
     begun, over = (copies["rank"].map(edge) for edge in (first, last))
     inside = copies.index[(copies["start"] >= begun) & (copies["end"] <= over)]
     counted = spans[work | spans.index.isin(inside)]
