@@ -3,10 +3,12 @@
 Each is a class with ``post(call)``, which hands the call to torch.distributed and returns a
 `Posted`: its span, what to wait for, and what is left to do after the wait.
 
-Two of gloo's collectives send too much, as the kernel counts, and are replaced. Its reduce-scatter
-consists of n all-reduces, twice the minimum; ours is an all-to-all and a local sum in rank order.
-Its reduce sends up to 2.3 times the minimum; ours is direct sends to the root, which adds them to
-its own tensor in rank order.
+Three of gloo's collectives are replaced. Two send too much, as the kernel counts. Its
+reduce-scatter consists of n all-reduces, twice the minimum; ours is an all-to-all and a local sum
+in rank order. Its reduce sends up to 2.3 times the minimum; ours is direct sends to the root, which
+adds them to its own tensor in rank order. Its all-gather collects the parts in a tensor of its own
+and copies them from there; ours, inside a node, is direct messages into the result. Between nodes
+gloo's ring stays: direct messages would send more bytes over the slow links.
 
 [Note: CUDA] With NCCL the calls of a group run on a CUDA stream of their own, and nothing blocks
 the host. Each call has an event that completes it. A wait is for this event alone, not for calls
@@ -71,8 +73,8 @@ class Call(NamedTuple):
     fills    those of ``tensors`` that the call writes; `IN_PLACE` reads them first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange: direction and peer of each message; else ()
-    tag      of messages: `OWN` for those that make up a reduce, which no message of the program's
-             own is to be matched with
+    tag      of messages: `OWN` for those that make up a collective, which no message of the
+             program's own is to be matched with
     finish   what is left to do on this rank after the wait, or None
     """
 
@@ -126,6 +128,7 @@ class Gloo(Transport):
     def __init__(self, ranks: Sequence[int], **settings: Any) -> None:
         super().__init__(ranks, **settings)
         send_first()
+        self.inside_a_node = len({self.context.nodes[rank] for rank in self.ranks}) == 1
         self.arrivals: dict[tuple, SimpleQueue] = {}  # of each line
 
     def post(self, call: Call) -> Posted:
@@ -148,6 +151,15 @@ class Gloo(Transport):
 
             changes = {"tensors": [received, tensor], "fills": [received], "finish": sum_parts}
             return call._replace(op="all_to_all", **changes)
+        if call.op == "all_gather" and self.inside_a_node:
+            output, own = call.tensors
+            parts = dict(zip(self.ranks, output.view(len(self.ranks), -1), strict=True))
+            mine = parts.pop(self.context.rank)
+            mine.copy_(own.view(-1))
+            fills = [*parts.values()]
+            ways = [(side, rank) for side in ("send", "recv") for rank in parts]
+            changes = {"tensors": [mine] * len(parts) + fills, "fills": fills, "ways": ways}
+            return call._replace(op="exchange", tag=OWN, **changes)
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
@@ -217,9 +229,10 @@ class Staged(Gloo):
 
     def lend(self, call: Call) -> tuple[Call, list[Any]]:
         """Host buffers in place of the tensors. Only those that the call reads are copied there."""
-        buffers = {id(t): self._take(t) for t in call.tensors}
+        tensors = {id(t): t for t in call.tensors}  # one may go to several ranks
+        buffers = {key: self._take(t) for key, t in tensors.items()}
         unread = {id(t) for t in call.fills if call.op not in IN_PLACE}
-        self._copy("d2h", [(buffers[id(t)], t) for t in call.tensors if id(t) not in unread])
+        self._copy("d2h", [(buffers[key], t) for key, t in tensors.items() if key not in unread])
 
         def copy_back() -> None:
             self._copy("h2d", [(t, buffers[id(t)]) for t in call.fills])

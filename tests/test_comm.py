@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import paralab as pl
 from paralab import transports
@@ -55,7 +56,7 @@ def assert_copied_down_what_is_read_and_up_what_is_filled(copies):
     """By rank 0 of 2, 16 bytes of its own: no buffer goes down that a call only fills."""
     assert list(zip(copies["lane"], copies["bytes"], strict=True)) == [
         *(("d2h", 16), ("h2d", 16)),  # all-reduce, in place
-        *(("d2h", 16), ("h2d", 32)),  # all-gather
+        *(("d2h", 16), ("h2d", 16)),  # all-gather: the other rank's part
         *(("d2h", 16), ("h2d", 16)),  # all-to-all
         *(("d2h", 16), ("h2d", 16)),  # reduce-scatter: the parts, which the rank adds up
         ("d2h", 16),  # broadcast, as the root
@@ -104,6 +105,24 @@ def a_message_around_a_reduce(context) -> tuple[list, list]:
 def test_a_message_is_not_taken_for_a_part_of_a_reduce():
     received, _ = launch_program(a_message_around_a_reduce, 2, timeout=HANG_S, device="cpu")
     assert received == ([10.0] * 3, [3.0] * 3)
+
+
+def gathers(context, nodes) -> tuple[list, list]:
+    """An all-gather on such nodes: what of torch.distributed it calls, and its result."""
+    called, functions = [], transports.FUNCTIONS
+    plain, sends = functions["all_gather"], dist.batch_isend_irecv
+    functions["all_gather"] = lambda *given, **how: called.append("ring") or plain(*given, **how)
+    dist.batch_isend_irecv = lambda ops: called.append(len(ops)) or sends(ops)
+    result = torch.empty(3)
+    group = everyone(dataclasses.replace(context, nodes=nodes))
+    group.all_gather(result, torch.tensor([1.0 + context.rank])).wait()
+    return called, result.tolist()
+
+
+@pytest.mark.parametrize(("nodes", "called"), [((0, 0, 0), [4]), ((0, 0, 1), ["ring"])])
+def test_gloo_gathers_by_messages_inside_a_node_and_by_its_ring_between_nodes(nodes, called):
+    found = launch_program(gathers, 3, (nodes,), timeout=HANG_S, device="cpu")
+    assert found == [(called, [1.0, 2.0, 3.0])] * 3
 
 
 def groups_of_groups(context) -> dict:

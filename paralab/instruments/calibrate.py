@@ -66,7 +66,7 @@ from paralab.version import __version__
 # messages and files in every third, with more repetitions.
 PASSES = 6
 COMPUTING = ("device", "calls", "products")
-FORMAT = 11  # of the cache file; files of another format are measured again
+FORMAT = 12  # of the cache file; files of another format are measured again
 BUSY = 0.25  # share of the processors: if other programs took more, a later call measures again
 VIRTUAL_DEVICES = 64  # on processors each rank counts as a device: the most ranks of a run
 # A control group's memory, in both versions: controller, limit, use, and what the use consists of.
