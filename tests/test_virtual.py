@@ -28,6 +28,7 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret import host, lanes, quick
 from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
+from paralab.interpret.train import train
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks import lookout
@@ -274,6 +275,18 @@ def test_virtual_device_refuses_what_it_does_not_model():
 
     with pytest.raises(pl.RankError, match="does not model torch.cuda.empty_cache"):
         launch_program(asks, 1, (), device="cpu", timeout=HANG_S)
+
+
+@pytest.mark.parametrize(("backend", "said"), [("gloo", "as the kernel"), ("nccl", "a model")])
+def test_virtual_reports_say_what_their_wire_bytes_are(backend, said):
+    def trains(context):
+        if backend == "nccl":
+            _, context = on_virtual(context)
+        plain = {"optimizer": "sgd", "steps": 1, "keep_state": False}
+        return train(context, MODEL, pl.Plan(), **plain)["meta"]["wire_bytes"]
+
+    [found] = launch_program(trains, 1, (), device="cpu", timeout=HANG_S)
+    assert found.startswith(said)
 
 
 # ---- mutants: each of them fails one of these tests ----------------------------------------------

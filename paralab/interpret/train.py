@@ -35,6 +35,9 @@ from paralab.programs.compile import compiled
 from paralab.spec import ModelSpec, Plan
 from paralab.version import __version__
 
+# What a report's wire bytes are, by backend: see theory/traffic.py.
+WIRE = {"gloo": "as the kernel counts them", "nccl": "a model: of rings, not of a counter"}
+
 
 class Trainer:
     """One rank of a program, its state and its groups.
@@ -256,6 +259,7 @@ def train(
         "meta": {
             "device": context.device,
             "backend": context.backend,
+            "wire_bytes": WIRE[context.backend],
             "shared_gpu": context.shared,
             "nodes": list(context.nodes),
             "torch": str(torch.__version__),  # its own class would bring torch to the caller
