@@ -19,6 +19,7 @@ import bisect
 import hashlib
 import importlib.util
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -77,7 +78,13 @@ class Corpus:
             wanted = min(count, self.starts[index + 1] - start)
             with open(self.files[index], "rb") as file:
                 file.seek(start - self.starts[index])
-                parts.append(file.read(wanted))
+                part = file.read(wanted)
+            if len(part) < wanted:
+                raise ValueError(
+                    f"{self.files[index]} became shorter while it was being read; "
+                    "train on a copy that no other program changes"
+                )
+            parts.append(part)
             start, count, index = start + wanted, count - wanted, index + 1
         return b"".join(parts)
 
@@ -114,8 +121,10 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     absolute = checks.path("data", path, legal).absolute()
     if not absolute.exists():
         raise illegal("data", str(path), "there is no such file or folder", legal)
+    if absolute.is_file() and not os.access(absolute, os.R_OK):
+        raise illegal("data", str(path), "you have no permission to read it", legal)
     if absolute.is_file() and not _looks_like_text(absolute):
-        why = "it is not text: it contains zero bytes"
+        why = "it is not text: it contains zero bytes, or is UTF-16"
         raise illegal("data", str(path), why, f"{legal}, best in UTF-8")
     return absolute
 
@@ -125,10 +134,11 @@ def _walk(root: Path) -> Iterator[Path]:
         subfolders[:] = sorted(f for f in subfolders if not f.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_file():
+            if not name.startswith(".") and file.is_file() and os.access(file, os.R_OK):
                 yield file
 
 
 def _looks_like_text(file: Path) -> bool:
     with open(file, "rb") as opened:
-        return b"\0" not in opened.read(1024)
+        beginning = opened.read(1024)
+    return b"\0" not in beginning and not beginning.startswith((BOM_UTF16_LE, BOM_UTF16_BE))

@@ -1,5 +1,6 @@
 """Real text, and the same batches whatever the plan."""
 
+import os
 import sys
 
 import pytest
@@ -68,7 +69,7 @@ def test_folders_are_read_in_the_order_of_names_without_hidden_and_binary_files(
     assert corpus.num_bytes == 12
 
 
-NO_TEXT = (b"", b"\0", b"\0\1\2" * 99, "words".encode("utf-16"))
+NO_TEXT = (b"", b"\0", b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50)
 
 
 @pytest.mark.parametrize("held", NO_TEXT)
@@ -78,10 +79,18 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path, held):
         refuses("data=.*legal", Corpus, data)
     path.write_bytes(held)
     refuses("data=.*legal", Corpus, tmp_path)
-    refuses("data=.*" + "not text: it contains zero bytes" * bool(held), Corpus, path)
+    refuses("data=.*" + "not text: it contains zero bytes, or is UTF-16" * bool(held), Corpus, path)
 
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
     (tmp_path / "short.txt").write_text("too short")
     words = "9 bytes are fewer than one sample needs; legal: .* 25 bytes"
     refuses(words, pl.run, model, data=tmp_path / "short.txt")
+
+
+def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("x" * 100)
+    corpus = Corpus(path)
+    os.truncate(path, 10)
+    refuses("became shorter", corpus.read, 50, 5)
