@@ -151,6 +151,8 @@ def compiles():
 def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
     report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=HANG_S)
     assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
+    said = report.explain().get("What is not known?", "")
+    assert ("What a compiled program holds" in said) == (memory_steps > 0)
 
 
 def test_a_report_of_the_librarys_own_says_how_many_ranks_make_a_call_and_nothing_unknown():

@@ -55,16 +55,17 @@ def untraced(function: Any) -> Any:
     return function
 
 
-def compile_again() -> None:
+def compile_again() -> bool:
     """Let torch.compile compile the code that it met under a dispatch mode, and would skip for good
-    otherwise. Code that is compiled stays compiled.
+    otherwise. Code that is compiled stays compiled. Returns whether it has met any code.
     """
     if "torch._dynamo" not in sys.modules:
-        return
+        return False
     from torch._dynamo.convert_frame import input_codes
 
     met = [code for reference in input_codes.seen if (code := reference()) is not None]
     _set_compiler_action("DEFAULT", *met)
+    return bool(met)
 
 
 def within_compiled() -> bool:

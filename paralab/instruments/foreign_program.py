@@ -30,8 +30,9 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether messages are coalesced, calls waited for on other streams, or CUDA graphs captured.
-FLAGS = ("batches", "aside", "graphs")
+# Whether messages are coalesced, calls waited for on other streams, CUDA graphs captured, or
+# compilations skipped because of the ledger.
+FLAGS = ("batches", "aside", "graphs", "compiles")
 
 
 class Program:
@@ -207,7 +208,7 @@ class Program:
         """
         if self.recorder.ledger is not None and self.ledger.on_top and not within_compiled():
             self.ledger.__exit__(None, None, None)
-            compile_again()
+            self.about["compiles"] |= compile_again()
 
 
 def of_python() -> bool:

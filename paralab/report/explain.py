@@ -51,6 +51,9 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "its last all-reduce in a backward counts as the wait.",
     "graphs": "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
     "replayed, its calls, forwards and backwards are not seen.",
+    "compiles": "What a compiled program holds: torch.compile compiles nothing while bytes are "
+    "counted, so the bytes are those of the program as it is written. It compiles in the step "
+    "after that, which takes longer; with memory_steps=0, in the first step.",
     "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
     "their clocks were compared once, before the first step, and may drift apart in a long run.",
     "scratch": "What kernels allocate and free while they compute, attention or gloo's gathers "
