@@ -175,7 +175,7 @@ def test_the_loss_chart_says_where_the_loss_went(four):
     assert list(figure.data[0].y) == four.losses
     for losses, said in (
         (four.losses, "the loss fell from 5.516 to 4.316 in 4 steps"),
-        ([5.0, float("nan")], "the loss went from 5.000 to nan in 2 steps"),
+        ([5.0, float("nan")], "dp=4, overlapped diverged at step 1"),
         ([4.0, 5.0], "the loss went from 4.000 to 5.000 in 2 steps"),
     ):
         assert said in title(dataclasses.replace(four, losses=losses).loss_chart())
