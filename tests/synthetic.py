@@ -137,8 +137,8 @@ def report(dp: int = 2, *, meta: dict[str, Any] | None = None, model: ModelSpec 
     return Report.from_parts(built, model=model, plan=plan, meta=said)
 
 
-def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0) -> Report:
-    """The report with what a ledger might have seen in ``step``: when work begins, and of every
+def with_memory(made: Report, *, stage: int = 0, within: int = 4) -> Report:
+    """The report with what a ledger might have seen in step 0: when work begins, and of every
     span of work ``within`` - 1 times inside it and at its end, one row per category.
 
     stage  of ZeRO: which of optimizer, gradients, parameters are divided by the ranks. Rank r keeps
@@ -148,7 +148,7 @@ def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0)
     shard = {c: n if stage >= s else 1
              for c, s in (("parameters", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
     rows: list[tuple] = []
-    spans = made.spans[(made.spans["step"] == step) & (made.spans["lane"] == "compute")]
+    spans = made.spans[(made.spans["step"] == 0) & (made.spans["lane"] == "compute")]
     for rank in range(n):
         mine = spans[(spans["rank"] == rank) & (spans["kind"] != "wait")].sort_values("start")
         pieces = mine[mine["kind"] == "backward"].groupby("microbatch").size()
@@ -170,7 +170,7 @@ def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0)
                     "other": 64,
                 }
                 time = start + (end - start) * part
-                rows += [(rank, step, time, "device", c, b) for c, b in state.items()]
+                rows += [(rank, 0, time, "device", c, b) for c, b in state.items()]
             kept += share
             done -= share * (kind == "backward")
         assert abs(kept) < 1e-9 and abs(done - total) < 1e-9

@@ -12,7 +12,6 @@ from paralab.theory.offload_costs import CPU, GPU
 from refusals import refuses
 
 PEAK = 70e12  # FLOP/s of a V100, ZeRO-Infinity, sec. 4.2
-DGX2_GPU = 32e9  # bytes of the V100 that ZeRO-Offload and ZeRO-Infinity measure on
 
 # Ren+ 2021, ZeRO-Offload, arXiv:2101.06840, Table 1: where fp16 parameters, fp16 gradients and the
 # update are, and bytes per parameter on the GPU as printed; the last is an erratum.

@@ -33,11 +33,11 @@ HELD = [("device", "parameters", 3e6), ("device", "activations", 5e6), ("host", 
 HIDDEN, UNDER_WAY = 0.25 + 0.1, 0.3 + 0.1 + 0.06 + 0.0001  # of COPIES, beside WORK and at all
 
 
-def made(dp=1, *, steps=3, copies=COPIES, held=HELD, factor=1.0, **settings) -> Report:
+def made(dp=1, *, copies=COPIES, held=HELD, factor=1.0, **settings) -> Report:
     """Every step like every other; ranks alike, with an all-reduce of 800 bytes if dp > 1."""
     plan = Plan(**{"zero_stage": 3, "offload": "nvme", "dp": dp} | settings)
     rows = {name: [] for name in tables.COLUMNS}
-    for step, rank in product(range(steps), range(plan.world_size)):
+    for step, rank in product(range(3), range(plan.world_size)):
 
         def at(time, step=step):
             return (step + time) * factor

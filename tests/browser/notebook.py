@@ -111,12 +111,12 @@ class Notebook:
         assert self.ask("dialogs") == [], f"{self.name} does not open without questions"
         self.ask("listen")
 
-    def run_all(self, timeout: float = HANG_S) -> None:
+    def run_all(self) -> None:
         """Run → Run All Cells; returns when the last cell, and every figure, is there."""
         self.ran = True
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
-        self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
+        self.wait(lambda: self.ask("ended"), HANG_S, self._unfinished)
         self.wait(self.settled, HANG_S, lambda: "; ".join(self.ask("missing")))
 
     def settled(self) -> bool:

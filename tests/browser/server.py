@@ -93,9 +93,9 @@ class Server:
             time.sleep(0.05)
         raise RuntimeError(f"JupyterLab did not start:\n{self.tail()}")
 
-    def tail(self, characters: int = 3000) -> str:
+    def tail(self) -> str:
         """The end of what the server and its kernels wrote."""
-        return self.log.read_text(errors="replace")[-characters:]
+        return self.log.read_text(errors="replace")[-3000:]
 
     def family(self) -> list[psutil.Process]:
         """The server, its kernels, and the ranks they started."""
