@@ -719,7 +719,8 @@ ONE = synthetic.report(2)
     (r"rows\[1\]\['clock'\]='measured'.*legal: 'replayed'",
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
-    ("nothing to draw", lambda: view.scaling([])),
+    (r"rows=\[\]: not a list of rows; legal: one row per run", lambda: view.scaling([])),
+    ("not a list of rows", lambda: view.scaling(pd.DataFrame(ROWS))),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):
     refuses(says, draw)

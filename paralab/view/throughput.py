@@ -67,9 +67,9 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    if not rows:
+    if not isinstance(rows, Sequence) or not rows:
         legal = "one row per run: form, ranks, step_time, samples, clock"
-        raise illegal("rows", rows, "nothing to draw", legal)
+        raise illegal("rows", rows, "not a list of rows", legal)
     for i, row in enumerate(rows):
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
         clocks = tuple(naming.CLOCK_MEANS) if i == 0 else (rows[0]["clock"],)
