@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ FUNCTIONS: dict[str, Callable] = {
 }
 IN_PLACE = ("all_reduce", "reduce")  # operations whose one tensor is read and written
 Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
-OWN = 1  # tag of the messages that stand in for a collective
+OWN = {"reduce": 1, "all_gather": 2}  # tags of the messages that stand in for a collective
 PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tensors lent to it
 
 
@@ -73,8 +74,8 @@ class Call(NamedTuple):
     fills    those of ``tensors`` that the call writes; `IN_PLACE` reads them first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange: direction and peer of each message; else ()
-    tag      of messages: `OWN` for those that make up a collective, which no message of the
-             program's own is to be matched with
+    tag      of messages: one of `OWN` for those that make up a collective, which no message of the
+             program's own, or of the other collective, is to be matched with
     finish   what is left to do on this rank after the wait, or None
     """
 
@@ -152,19 +153,23 @@ class Gloo(Transport):
             changes = {"tensors": [received, tensor], "fills": [received], "finish": sum_parts}
             return call._replace(op="all_to_all", **changes)
         if call.op == "all_gather" and self.inside_a_node:
-            output, own = call.tensors
-            parts = dict(zip(self.ranks, output.view(len(self.ranks), -1), strict=True))
+            output, own = (tensor.detach() for tensor in call.tensors)
+            with self.recorder.making("buffers"):
+                whole = output.contiguous()  # itself, or a buffer, as gloo's messages have no gaps
+            parts = dict(zip(self.ranks, whole.view(len(self.ranks), own.numel()), strict=True))
             mine = parts.pop(self.context.rank)
-            mine.copy_(own.view(-1))
+            mine.view_as(own).copy_(own)
             fills = [*parts.values()]
             ways = [(side, rank) for side in ("send", "recv") for rank in parts]
             changes = {"tensors": [mine] * len(parts) + fills, "fills": fills, "ways": ways}
-            return call._replace(op="exchange", tag=OWN, **changes)
+            if whole is not output:
+                changes["finish"] = partial(output.copy_, whole)
+            return call._replace(op="exchange", tag=OWN[call.op], **changes)
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
                 changes = {"op": "send", "fills": (), "ways": [("send", root)]}
-                return call._replace(root=(), tag=OWN, **changes)
+                return call._replace(root=(), tag=OWN[call.op], **changes)
             others = [rank for rank in self.ranks if rank != root]
             with self.recorder.making("buffers"):
                 parts = [torch.empty_like(tensor) for _ in others]
@@ -176,7 +181,7 @@ class Gloo(Transport):
 
             ways = [("recv", rank) for rank in others]
             changes = {"tensors": parts, "fills": parts, "finish": add_parts, "ways": ways}
-            return call._replace(op="exchange", root=(), tag=OWN, **changes)
+            return call._replace(op="exchange", root=(), tag=OWN[call.op], **changes)
         return call
 
     def lend(self, call: Call) -> tuple[Call, list[Any]]:

@@ -125,6 +125,45 @@ def test_gloo_gathers_by_messages_inside_a_node_and_by_its_ring_between_nodes(no
     assert found == [(called, [1.0, 2.0, 3.0])] * 3
 
 
+def gathers_and_reduces_in_another_order(context) -> tuple[list, list]:
+    """Rank 1 begins with the reduce: each call then waits for the part that is meant for it."""
+    group, own = everyone(context), torch.tensor([10.0 + context.rank])
+    result, total = torch.empty(2), torch.tensor([1.0 + context.rank])
+    calls = [lambda: group.all_gather(result, own), lambda: group.reduce(total, root=0)]
+    for pending in [call() for call in (calls[::-1] if context.rank else calls)]:
+        pending.wait()
+    return result.tolist(), total.tolist()
+
+
+def test_a_part_of_a_gather_is_not_taken_for_a_part_of_a_reduce():
+    found = launch_program(gathers_and_reduces_in_another_order, 2, timeout=HANG_S, device="cpu")
+    assert found == [([10.0, 11.0], [3.0]), ([10.0, 11.0], [2.0])]
+
+
+def gathers_what_is_not_a_plain_row(context, transport) -> list[list]:
+    settings = {"context": context, "recorder": Recorder(rank=context.rank, world_size=2)}
+    group, square = Group((0, 1), axis="world", transport=transport, **settings), torch.ones(2, 2)
+    own = (square.cumsum(0) + square.cumsum(1) * 4 + 10 * context.rank).t()
+    results = []
+    for result, part in (
+        (torch.empty(4, 2), own),
+        (torch.empty(2, 4).t(), own),
+        (torch.empty(16)[::2], own.reshape(4)),
+        (torch.empty(8), own.reshape(4).requires_grad_()),
+        (torch.empty(0, 3), torch.empty(0, 3)),
+    ):
+        group.all_gather(result, part).wait()
+        results.append(result.flatten().tolist())
+    return results
+
+
+@pytest.mark.parametrize("transport", [Gloo, Staged])
+def test_an_all_gather_takes_tensors_that_are_not_contiguous_or_empty(transport):
+    given = {"timeout": HANG_S, "device": "cpu"}
+    found = launch_program(gathers_what_is_not_a_plain_row, 2, (transport,), **given)
+    assert found == [[[5.0, 6.0, 9.0, 10.0, 15.0, 16.0, 19.0, 20.0]] * 4 + [[]]] * 2
+
+
 def groups_of_groups(context) -> dict:
     n, rank = context.world_size, context.rank
     world = everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1)))
