@@ -164,6 +164,20 @@ def test_an_all_gather_takes_tensors_that_are_not_contiguous_or_empty(transport)
     assert found == [[[5.0, 6.0, 9.0, 10.0, 15.0, 16.0, 19.0, 20.0]] * 4 + [[]]] * 2
 
 
+def gathers_and_counts_threads(context) -> int:
+    group, result = everyone(context), torch.empty(context.world_size)
+    before = threading.active_count()
+    for _ in range(2):
+        group.all_gather(result, torch.ones(1)).wait()
+    return threading.active_count() - before
+
+
+def test_one_thread_waits_for_all_messages_of_the_all_gathers():
+    """Of a process with more than 100 threads nobody learns in which line it hangs."""
+    found = launch_program(gathers_and_counts_threads, 3, timeout=HANG_S, device="cpu")
+    assert found == [1, 1, 1]
+
+
 def groups_of_groups(context) -> dict:
     n, rank = context.world_size, context.rank
     world = everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1)))
