@@ -284,11 +284,22 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_plan_runs_in_what_is_predicted_for_it_and_in_no_byte_less(run, precision):
+LOSS = MODEL.replace(vocab=4096, tied=False)  # so the loss is the fullest moment
+UNIT = MODEL.replace(layers=1, hidden=256, seq_len=8)  # so it is a unit that is gathered
+THIRDS = pl.Plan(dp=2, zero_stage=3, recompute="full", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (LOSS, pl.Plan(pp=2, microbatches=2, precision="fp16")),
+        (LOSS, pl.Plan(pp=2, microbatches=2, precision="bf16")),
+        (UNIT, THIRDS),
+        (UNIT, THIRDS.replace(offload="cpu")),
+    ],
+)
+def test_a_plan_runs_in_what_is_predicted_for_it_and_in_no_byte_less(run, model, plan):
     """Of the loss a number of 32 bits is left, and its share is one that is gone at the peak."""
-    plan = pl.Plan(pp=2, microbatches=2, precision=precision)
-    model = MODEL.replace(vocab=4096, tied=False)  # so the loss is the fullest moment
     needs = pl.predict(model, plan, TIERS.replace(cores=2)).peak_memory
     assert run(model, plan, steps=1, memory_limit=needs).peak_memory == needs
     with pytest.raises(pl.OutOfMemory):

@@ -128,20 +128,20 @@ class State:
     def _lay_out(self, u: int, fill: Any) -> None:
         """Make the unit's initial weights, this rank's shard, and its optimizer states."""
         unit, model, recorder = self.units[u], self.program.model, self.recorder
-        whole = torch.zeros(self.program.elements(unit), device=self.device)
-        recorder.owns("parameters", whole)
-        with recorder.unwatched():  # a parameter is drawn whole, on the host, and then sliced
+        n, size = self.program.shards, self.program.elements(unit)
+        low = torch.zeros(size, dtype=self.dtype, device=self.device)
+        recorder.owns("parameters", low)
+        with recorder.unwatched():  # drawn in fp32 on the host, where a parameter is sliced
+            whole = low if self.dtype == torch.float32 else torch.zeros(size)
             for name, view in Flat(unit, whole, model).views.items():
                 fill(view, name=name)
-        n = self.program.shards
-        mine, low = whole.chunk(n)[self.index], whole.to(self.dtype)
-        recorder.owns("parameters", low)
+            low.copy_(whole)
+        mine = whole.chunk(n)[self.index]
         if self.offloaded is not None:
             self.offloaded.lay_out(u, low.chunk(n)[self.index], mine)
-        elif self.dtype != torch.float32:
-            master = mine if n == 1 else mine.clone()
-            recorder.owns("optimizer", master)
-            self.store["master", u, 0] = master
+        elif low is not whole:
+            with recorder.making("optimizer"):
+                self.store["master", u, 0] = mine.to(self.device, copy=True)
         if self.zero < 3:
             self.store["w", u, 0] = Flat(unit, low, model)
         if self.zero and not (self.offloaded and self.offloaded.lives("shard")):
