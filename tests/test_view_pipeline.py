@@ -144,6 +144,13 @@ def test_many_boxes_become_a_window_and_every_ranks_total(monkeypatch):
     said = [a.text for a in drawn.layout.annotations]
     assert sum(text.endswith(" %") for text in said) == 4
     assert drawn.layout.xaxis.range[1] < 1e3 * simulation.makespan
+    both = view.schedules({"a": schedules.interleaved(4, 16, 4), "b": schedules.gpipe(4, 16)})
+    reach = {}  # of each rank's row: every section is drawn up to the same moment, and not beyond
+    for bar in both.data:
+        for y, start, length in zip(bar.y, bar.base, bar.x, strict=True):
+            reach[y] = max(reach.get(y, 0.0), start + length)
+    assert len(reach) == 8 and min(reach.values()) >= both.layout.xaxis.range[1] / 1.01
+    assert "ranks=" in of_report.below and "ranks=" not in both.below
 
 
 def test_several_pipelines_stand_under_one_another_and_say_what_they_share():
@@ -200,12 +207,17 @@ def test_chunks_beside_whole_stages_count_as_their_share():
     halves = [n / 2 for n in peak_live(schedules.interleaved(4, 8, 2))]
     assert peaks["interleaved 1F1B, v=2"].tolist() == halves
     assert "share of the rank's layers" in both.below
-    for lists, split in ((schedules.gpipe(4, 8), False), (schedules.zb_h1(4, 8), True)):
-        assert ("I and W" in view.live_activations(lists).below) == split
+    for lists, split, until in (
+        (schedules.gpipe(4, 8), False, 33), (schedules.zb_h1(4, 8), True, 27),
+        (schedules.interleaved(4, 8, 2), False, 28.5),
+    ):  # fmt: skip
+        alone = view.live_activations(lists)
+        assert ("I and W" in alone.below) == split and alone.table["time"].max() == until
 
 
 def test_live_activations_refuse_what_has_none():
     refuses("sources", view.live_activations)
     two, three = schedules.gpipe(2, 2), schedules.gpipe(3, 3)
     refuses("differ in their numbers of ranks", view.live_activations, two, three)
+    refuses("seconds.*units", view.live_activations, predicted("gpipe"), schedules.gpipe(4, 8))
     refuses("labels", view.live_activations, two, labels=["a", "b"])

@@ -18,7 +18,6 @@ from paralab.report import metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
-from paralab.theory.order import W
 from paralab.theory.pipeline import Simulation, simulate
 from paralab.theory.schedule_check import checked
 from paralab.view import boxes, naming, theme, timeline_rows
@@ -143,7 +142,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     """
     naming.labelled("named", named, "{name: a schedule}")
     by_name = {
-        str(name): schedule if isinstance(schedule, Simulation) else _timed(schedule)
+        str(name): schedule if isinstance(schedule, Simulation) else timed(schedule)
         for name, schedule in named.items()
     }
     lengths = {name: schedule.makespan for name, schedule in by_name.items()}
@@ -166,13 +165,11 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     return timeline_rows.drawn(sections, finding, []).titled(title)
 
 
-def _timed(lists: Sequence[Sequence[Any]]) -> Simulation:
-    """A schedule simulated with the costs that `schedules` states."""
+def timed(lists: Sequence[Sequence[Any]], unit: float = 1e-3) -> Simulation:
+    """A schedule simulated with the costs that `schedules` states, in these seconds for its ms."""
     lists, order = checked(lists)
-    each = 1e-3 * order.ranks / order.stages
-    if W in order.kind:
-        return simulate(lists, forward=each, backward=each, weight_grad=each)
-    return simulate(lists, forward=each, backward=2 * each)
+    each = unit * order.ranks / order.stages
+    return simulate(lists, forward=each, backward=each, weight_grad=each)
 
 
 def _bubble_of(name: str, bubble: float) -> str:

@@ -30,19 +30,16 @@ FILLED = 0.92  # share of a row's height that boxes take
 def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
     """The figure of one section or several; ``remarks`` go into the second line of its title."""
     many, reports = len(sections) > 1, [section.report for section in sections]
-    shown, window, n_boxes = [], 0.0, 0
-    for section in sections:
-        in_order = sorted(section.boxes, key=lambda b: (b["start"], b["id"]))
-        first, n = in_order[: MAX_BOXES // len(sections)], len(in_order)
-        until = (
-            section.seconds if len(first) == n else max((b["start"] for b in first), default=0.0)
-        )
-        shown, window, n_boxes = [*shown, first], max(window, until), n_boxes + n
-    if (n_drawn := sum(map(len, shown))) < n_boxes:
-        remarks.append(
-            f"the first {n_drawn:,} of {n_boxes:,} boxes ({window * 1e3:.1f} ms); "
-            "ranks= selects fewer"
-        )
+    shown = [sorted(section.boxes, key=lambda b: (b["start"], b["id"])) for section in sections]
+    window = max(section.seconds for section in sections)
+    starts = sorted(b["start"] for in_order in shown for b in in_order)
+    if len(starts) > MAX_BOXES:  # then all sections are drawn up to the same moment
+        window = starts[MAX_BOXES]
+        shown = [[b for b in in_order if b["start"] < window] for in_order in shown]
+        first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
+        remarks.append(f"{first} ({window * 1e3:.1f} ms)")
+        bare = all(report.clock == "predicted" and report.model is None for report in reports)
+        remarks += ["ranks= selects fewer"] * (not bare)  # of a bare schedule all are drawn
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for ranks, cores in map(facts.shared_cores, reports)
