@@ -366,6 +366,9 @@ def test_advice_names_settings_that_fit_by_prediction():
     assert said.startswith("By prediction, zero_stage=3, microbatch_size=2, microbatches=4 (3.6 MB")
     said = advice(MODEL, plan, optimizer="adamw", limit=whole * 3 // 10)
     assert said.startswith("By prediction, zero_stage=3, microbatch_size=1, microbatches=8, recom")
+    deep = pl.Plan(pp=2, schedule="gpipe", microbatches=8)
+    said = advice(MODEL, deep, optimizer="adamw", limit=sum(quick.peak(MODEL, deep).values()) // 2)
+    assert said.startswith("By prediction, schedule='1f1b' (")
     said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
     assert "comes closest, but does not fit. More data-parallel ranks" in said
     assert said.count("zero_stage") == said.count("zero_stage=3, offload='cpu'") == 1
