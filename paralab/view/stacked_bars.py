@@ -28,13 +28,14 @@ def bytes_bars(
     """One horizontal bar per entry, its bytes stacked by category; the devices' memory as lines.
 
     bars      {bar label: {category: bytes}}; categories: parameters, gradients, optimizer (or its
-              parts master, moments), activations, buffers, workspace, other; any else is grey
+              parts master, moments), activations, buffers, workspace, other; any else is grey, but
+              the "total" that a column of ``report.peaks()`` has is not drawn
     capacity  {label: bytes} of devices, drawn as lines
     title     replaces the finding, which is made from the bars
 
     Raises ValueError on bytes below 0, which it names.
     """
-    rows, size = mark.rows_of(bars), capacity or {}
+    rows, size = [row for row in mark.rows_of(bars) if row[1] != "total"], capacity or {}
     size = {label: real(f"capacity[{label!r}]", n, above=0.0) for label, n in size.items()}
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0
