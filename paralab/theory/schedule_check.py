@@ -141,19 +141,21 @@ def _deadlock(order: Order, end: Sequence[float]) -> ValueError:
     while rank not in path:
         path.append(rank)
         *_, rank = stuck[rank]
-    waits = [(rank, *stuck[rank][1:]) for rank in path[path.index(rank) :]]
+    cycle = path[path.index(rank) :]
     sentences, fix = [], ""
-    for i, (rank, action, need, other) in enumerate(waits):
-        blocked = waits[(i + 1) % len(waits)][1]  # the action that the other rank waits at
+    for rank in cycle:
+        node, action, need, other = stuck[rank]
+        at, blocked, *_ = stuck[other]  # where the other rank waits
         sentences.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
         if need != blocked:
             sentences[-1] += f", but there {need} comes after {blocked}"
-            fix = fix or f"{need} before {blocked} on rank {other}"
-    rank, action = waits[0][:2]
+            later = [order.action(i) for i in range(at, order.source[node] + 1)]
+            moved = [str(a) for a in later if a[::2] == later[-1][::2]]  # F as well, if it is there
+            fix = fix or f"{' and '.join(moved)} before {blocked} on rank {other}"
     why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"
     legal = f"an order without the cycle, for instance {fix}"
-    position = stuck[rank][0] - int(order.first[rank])
-    return _fault(rank, position, action, why, legal)
+    node, action, *_ = stuck[cycle[0]]
+    return _fault(cycle[0], node - int(order.first[cycle[0]]), action, why, legal)
 
 
 def _first_fault(
