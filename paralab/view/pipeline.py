@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from paralab.report import facts, metrics
+from paralab.report import metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
@@ -51,8 +51,8 @@ def pipeline_timeline(
         above.boxes = [{**box, "rank": first[box["rank"]]} for box in above.boxes]
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
-        cores = "every rank has a core and " * any(facts.shared_cores(report))
-        remarks.append(f"ideal: the same costs, but {cores}links take no time")
+        alone = "every rank has a device of its own and " * (report.clock == "measured")
+        remarks.append(f"ideal: the same costs, but {alone}links take no time")
     return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks)
 
 
@@ -61,8 +61,8 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     text = _bubble_of(naming.subject(report), bubble)
     if ideal_bubble is None:
         return text
-    cores = "every rank had a core and " * any(facts.shared_cores(report))
-    return f"{text}, {theme.share(ideal_bubble)} if {cores}links took no time"
+    alone = "every rank had a device of its own and " * (report.clock == "measured")
+    return f"{text}, {theme.share(ideal_bubble)} if {alone}links took no time"
 
 
 def section(report: Tables, *, label: str = "", marked: bool = False, **asked: Any) -> Section:
