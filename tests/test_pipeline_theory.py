@@ -96,10 +96,6 @@ def test_bubble_formula_says_what_it_knows():
     assert bubble_formula("1f1b", 4, 8) == pytest.approx(3 / 11)  # costs need not be given
     assert bubble_formula("zb-h2", 4, 8, 1, 1, 1, 3) == 0.0  # less than nothing is nothing
     refuses("'zb-h2'", bubble_formula, "dualpipe", 4, 8)
-    refuses(
-        "microbatches=6: .*groups of pp=4.*such as 4 or 8", bubble_formula, "interleaved", 4, 6, 2
-    )
-    refuses("virtual_stages=2: .*one stage per rank", bubble_formula, "1f1b", 4, 8, 2)
     refuses("F='1': not a number", bubble_formula, "1f1b", 4, 8, F="1")
 
 

