@@ -11,7 +11,6 @@ from paralab.parallel.schedules import (
     build,
     gpipe,
     interleaved,
-    naive,
     one_f_one_b,
     zb_h1,
     zb_h2,
@@ -35,10 +34,6 @@ def every_schedule():
 
 
 # ---- the papers' pictures ----------------------------------------------------------------------
-def test_naive_takes_one_micro_batch_all_the_way_and_back():
-    assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
-
-
 def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     assert text(zb_h2(2, 4)) == [
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",

@@ -112,10 +112,9 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         traces.append(mark.boxes(name, fills[name], boxes, showlegend=False))
         words.append(margin(theme.in_bytes(size), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
-    on_device = ", its own shard during all" * (KINDS["shard"][0] in names)
     fig = figure(
         f"A rank holds all of {units[unit].part} during {theme.share(held)} of the instructions"
-        + on_device,
+        + ", its own shard during all" * (KINDS["shard"][0] in names),
         f"{naming.plan_name(plan)} · one rank, one step · the axis counts instructions, not time",
         height=194 + 44 * len(names),
         barmode="overlay",
