@@ -36,10 +36,10 @@ def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
     if len(starts) > MAX_BOXES:  # then all sections are drawn up to the same moment
         window = starts[MAX_BOXES]
         shown = [[b for b in in_order if b["start"] < window] for in_order in shown]
-        first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
-        remarks.append(f"{first} ({window * 1e3:.1f} ms)")
         bare = all(report.clock == "predicted" and report.model is None for report in reports)
-        remarks += ["ranks= selects fewer"] * (not bare)  # of a bare schedule all are drawn
+        first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
+        fewer = "; ranks= selects fewer" * (not bare)  # all ranks of a bare schedule are drawn
+        remarks.append(f"{first} ({window * 1e3:.1f} ms){fewer}")
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for ranks, cores in map(facts.shared_cores, reports)
