@@ -215,6 +215,13 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_time_axis_stays_but_below_headings_that_were_placed_on_another(widget):
+    both = view.timelines(*[widget.at().predicted] * 2, labels=["a", "b"])
+    end = widget._axis_end = 2 * both.layout.xaxis.range[1]
+    axes = [widget._steadied(chart).layout.xaxis for chart in (*widget.charts, both)]
+    assert [axis.range[1] / end for axis in axes] == [1.0, 0.5]
+
+
 # ---- the real run --------------------------------------------------------------------------------
 def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
     seen = []

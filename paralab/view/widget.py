@@ -455,9 +455,11 @@ class Widget(ipw.VBox):
             view.show(chart)
 
     def _steadied(self, chart: Chart) -> Chart:
-        """The chart with the time axis of the last one, if it fits in and is not far shorter."""
+        """The chart with the time axis of the last one, if it fits in and is not far shorter. Not
+        if it has lines at its sections' ends: their words were placed on its own axis.
+        """
         axis_range = chart.layout.xaxis.range
-        if self.steady and axis_range:
+        if self.steady and axis_range and not chart.layout.shapes:
             end = axis_range[1]
             if self._axis_end is None or not 0.4 * self._axis_end <= end <= self._axis_end:
                 self._axis_end = end
