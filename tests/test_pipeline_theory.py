@@ -118,12 +118,6 @@ def test_comm_delays_what_goes_to_another_rank_and_nothing_else():
     assert simulate(alone, forward=1, backward=1, comm=9.0).end.tolist() == free.end.tolist()
 
 
-def test_a_split_backward_lets_the_stage_before_go_on_before_its_weight_half():
-    lists = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
-    got = simulate(lists, forward=1, backward=2, weight_grad=4)
-    assert got.start.tolist() == [0, 4, 6, 1, 2, 4]
-
-
 def test_the_bubble_is_that_of_the_report_which_has_no_formula_of_another_schedule():
     for schedule in (naive(4, 8), gpipe(4, 6), interleaved(2, 4, 2), zb_h1(3, 5), zb_h2(3, 7)):
         got = simulate(schedule, forward=1.0, backward=1.5, weight_grad=0.5, comm=0.25)

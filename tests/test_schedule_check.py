@@ -176,10 +176,9 @@ def test_many_mutants_each_run_or_are_refused(mutant):
                 with pytest.raises(ValueError, match="deadlock"):
                     use(rows)
         if fix := re.search(r"for instance (.+) before (\w+) on rank (\d+)$", str(error)):
-            row = list(map(str, rows[int(fix[3])]))
+            row = rows[int(fix[3])] = list(map(str, rows[int(fix[3])]))
             for moved in fix[1].split(" and "):
                 row.insert(row.index(fix[2]), row.pop(row.index(moved)))
-            rows[int(fix[3])] = row
             checked(rows, microbatches=m, stages=stages)  # which has no fault, but for other cycles
         return
     assert reference(rows, m, stages)

@@ -33,7 +33,7 @@ def every_schedule():
         yield "interleaved", interleaved(p, p * rounds, v), p, p * rounds, v
 
 
-# ---- the papers' pictures ----------------------------------------------------------------------
+# ---- the papers' orders ------------------------------------------------------------------------
 def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     assert text(zb_h2(2, 4)) == [
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
@@ -41,7 +41,6 @@ def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     ]
 
 
-# ---- all of them -------------------------------------------------------------------------------
 def test_every_schedule_of_every_size_is_valid():
     for _, schedule, p, m, v in every_schedule():
         validate(schedule, microbatches=m, stages=p * v)

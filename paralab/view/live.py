@@ -43,8 +43,7 @@ def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Char
              one unit of time each, divided by the chunks per rank
     labels   names of the sources; default: the plan's name, or "schedule"
 
-    Raises ValueError without sources, for reports next to schedules, and if the sources differ in
-    the number of pipeline ranks.
+    Raises ValueError without sources, and if they differ in kind or number of pipeline ranks.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")

@@ -455,10 +455,9 @@ class Widget(ipw.VBox):
             view.show(chart)
 
     def _steadied(self, chart: Chart) -> Chart:
-        """The chart with the time axis of the last one, if it fits in and is not far shorter. Not
-        if it has lines at its sections' ends: their words were placed on its own axis.
-        """
+        """The chart with the time axis of the last one, if it fits in and is not far shorter."""
         axis_range = chart.layout.xaxis.range
+        # Words at the ends of sections, marked by lines, were placed on the chart's own axis.
         if self.steady and axis_range and not chart.layout.shapes:
             end = axis_range[1]
             if self._axis_end is None or not 0.4 * self._axis_end <= end <= self._axis_end:
