@@ -105,6 +105,7 @@ def test_a_schedule_of_ones_own_has_one_name_before_and_after_a_report_was_saved
     loaded = pl.load(tmp_path / "report.json")
     assert report.timeline().finding == loaded.timeline().finding
     assert report.timeline().finding.startswith("slow_start, p=2, m=4: the bubble is ")
+    refuses("own: slow_start'.*only the function's name; legal: plan.replace", loaded.plan.actions)
     own.__name__ = "two_first"  # a name that its maker gave to the partial itself
     assert report.plan.schedule_name == "own: two_first"
 

@@ -27,9 +27,8 @@ def bytes_bars(
 ) -> Chart:
     """One horizontal bar per entry, its bytes stacked by category; the devices' memory as lines.
 
-    bars      {bar label: {category: bytes}}; categories: parameters, gradients, optimizer (or its
-              parts master, moments), activations, buffers, workspace, other; any else is grey, but
-              the "total" that a column of ``report.peaks()`` has is not drawn
+    bars      {bar label: {category: bytes}}: parameters, gradients, optimizer (or its parts master,
+              moments), activations, buffers, workspace, other; any else is grey, "total" left out
     capacity  {label: bytes} of devices, drawn as lines
     title     replaces the finding, which is made from the bars
 
