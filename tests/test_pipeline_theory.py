@@ -133,9 +133,11 @@ def test_the_bubble_is_that_of_the_report_which_has_no_formula_of_another_schedu
 
 def test_a_schedule_that_cannot_run_is_refused_not_simulated():
     crossed = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    costs = {"forward": 1, "backward": 1}
     for lists, said in ((crossed, "deadlock"), ([["0F0"]], "missing")):
-        with pytest.raises(ValueError, match=said):
-            simulate(lists, forward=1, backward=1)
+        refuses(said, simulate, lists, **costs)
+    said = "rank 0 waits at 0B0, which needs 1B0 of rank 1"  # with 0F1, which rank 1 needs first
+    refuses(said, simulate, gpipe(2, 2), **costs, overlapped=1.0, pairs=[("0F1", "0B0")])
 
 
 def test_costs_that_are_none_are_refused():

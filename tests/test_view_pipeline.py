@@ -200,13 +200,12 @@ def test_the_finding_compares_what_first_ranks_keep():
     assert view.live_activations(predicted("gpipe"), predicted("1f1b")).finding == said
 
 
-def test_chunks_beside_whole_stages_count_as_their_share():
-    both = view.live_activations(predicted("interleaved"), predicted("1f1b"))
-    assert "share of the rank's layers" in both.below
+def test_chunks_count_and_take_their_share():
     for name, until in (("gpipe", 33), ("zb-h1", 27), ("interleaved", 28.5)):
         alone = view.live_activations(predicted(name).plan.actions())
         assert alone.table["time"].max() == until
         assert ("I and W" in alone.below) == (name == "zb-h1")
+        assert ("share of the rank's layers" in alone.below) == (name == "interleaved")
 
 
 def test_live_activations_refuse_what_has_none():

@@ -53,8 +53,9 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule")
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     box = {"anchor": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
-    for rank, (_, action, need, other) in stand.items():
-        label = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
+    for rank, node in stand.items():
+        action, need = map(order.action, (node, order.source[node]))
+        label = f"<b>{action}</b> needs <b>{need}</b> of rank {order.rank[order.source[node]]}"
         notes.append(note(label, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if stand and trace.name.startswith("waiting"):
