@@ -36,9 +36,8 @@ def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
     if len(starts) > MAX_BOXES:  # then all sections are drawn up to the same moment
         window = starts[MAX_BOXES]
         shown = [[b for b in in_order if b["start"] < window] for in_order in shown]
-        bare = all(report.clock == "predicted" and report.model is None for report in reports)
         first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
-        fewer = "; ranks= selects fewer" * (not bare)  # all ranks of a bare schedule are drawn
+        fewer = "; ranks= selects fewer" * any(r.model or r.clock != "predicted" for r in reports)
         remarks.append(f"{first} ({window * 1e3:.1f} ms){fewer}")
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
