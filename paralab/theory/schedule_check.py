@@ -146,13 +146,15 @@ def _deadlock(order: Order, end: Sequence[float]) -> ValueError:
         other = int(order.rank[needed])
         action, need, blocked = map(order.action, (stuck[rank], needed, stuck[other]))
         sentences.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
-        if need != blocked:
+        if needed < stuck[other]:  # the first of a pair, and that rank waits at the second
+            sentences[-1] += f", but there {need} starts together with {blocked}"
+        elif need != blocked:
             sentences[-1] += f", but there {need} comes after {blocked}"
             later = map(order.action, range(stuck[other], needed + 1))
             moved = [str(a) for a in later if a[::2] == need[::2]]  # its forward too, if there
             fix = fix or f"{' and '.join(moved)} before {blocked} on rank {other}"
     why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"
-    legal = f"an order without the cycle, for instance {fix}"
+    legal = f"an order without the cycle{', for instance ' * bool(fix)}{fix}"
     node, first = stuck[cycle[0]], int(order.first[cycle[0]])
     return _fault(cycle[0], node - first, str(order.action(node)), why, legal)
 
