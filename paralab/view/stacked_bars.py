@@ -34,7 +34,8 @@ def bytes_bars(
 
     Raises ValueError on bytes below 0, which it names.
     """
-    rows, size = [row for row in mark.rows_of(bars) if row[1] != "total"], capacity or {}
+    rows, size = mark.rows_of(bars), capacity or {}
+    rows = [row for row in rows if row[1] != "total" or len(bars[row[0]]) == 1]
     size = {label: real(f"capacity[{label!r}]", n, above=0.0) for label, n in size.items()}
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0
