@@ -80,12 +80,12 @@ def test_one_stage_has_no_bubble_and_none_below_zero(name):
         lists = build(name, pp=1, microbatches=m)
         found = simulate(lists, forward=f, backward=0.23, weight_grad=0.07)
         assert [f"{x:.1%}" for x in (share, found.bubble_rate)] == ["0.0%"] * 2
-        assert found.bubble_rate >= 0.0
 
 
 def test_bubble_formula_says_what_it_knows():
     assert bubble_formula("1f1b", 4, 8) == pytest.approx(3 / 11)  # costs need not be given
     refuses("'zb-h2'", bubble_formula, "dualpipe", 4, 8)
+    refuses("microbatches=6: .*groups of pp=4.*or 8", bubble_formula, "interleaved", 4, 6, 2)
     refuses("F='1': not a number", bubble_formula, "1f1b", 4, 8, F="1")
 
 
