@@ -37,14 +37,11 @@ class Transfer(NamedTuple):
         return f"{self.stage}{self.kind.upper()}_{self.what}{self.microbatch}"
 
 
-Step = Action | Transfer
-
-
-def lower(schedule: Sequence[Sequence[Action | str]]) -> list[list[Step]]:
+def lower(schedule: Sequence[Sequence[Action | str]]) -> list[list[Action | Transfer]]:
     """Per rank its actions and the transfers that they need, in order."""
     schedule, order = checked(schedule)
     arrays = lowered(order)
-    lists: list[list[Step]] = []
+    lists = []
     for r, row in enumerate(schedule):
         own_steps, actions = slice(*arrays.first[r : r + 2]), iter(row)
         columns = (column[own_steps].tolist() for column in arrays[1:])

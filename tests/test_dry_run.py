@@ -111,6 +111,8 @@ def test_steps_are_alike_and_clipping_sends_more():
 
 def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     assert "rank 1538 of 3072 ranks" in repr(big)
+    sharded = pl.dry_run(MODEL, pl.Plan(dp=2, zero_stage=3)).summary()["unit"]["parameters"]
+    assert sharded == big.summary()["unit"]["parameters"] + ", before ZeRO shards them"
     numbers = big.summary()["value"]
     assert numbers["peak memory"] == pytest.approx(big.peak_memory / 1e6, rel=1e-6)
     assert numbers["sent per step"] * 1e6 == pytest.approx(big.traffic()["bytes"].sum(), rel=1e-6)

@@ -1,7 +1,7 @@
 """Predicted memory is the ledger's: to the byte between instructions, and the peak inside them.
 
 The witness runs the program and counts storages (witness_memory.py); the prediction counts names.
-`make memory` draws 200 plans where `make test` draws eleven.
+`make memory` draws 200 plans where `make test` draws thirty.
 """
 
 from __future__ import annotations

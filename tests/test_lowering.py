@@ -61,10 +61,8 @@ def test_a_schedule_of_ones_own_may_hold_numbers_of_numpy():
     model = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=8, vocab=64)
     for pp in (1, 2):
         plan = pl.Plan(pp=pp, microbatches=2)
-        assert (
-            repr(pl.program(model, plan.replace(schedule=numbers))).splitlines()[1:]
-            == (repr(pl.program(model, plan)).splitlines()[1:])
-        )
+        own, plain = (pl.program(model, p) for p in (plan.replace(schedule=numbers), plan))
+        assert repr(own).splitlines()[1:] == repr(plain).splitlines()[1:]
 
 
 def test_no_order_deadlocks_where_every_transfer_holds_up_both_ranks():

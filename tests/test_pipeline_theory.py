@@ -5,16 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paralab.parallel.schedules import (
-    SCHEDULES,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-)
-from paralab.parallel.schedules import build as build_schedule
+from paralab.parallel.schedules import SCHEDULES, build, gpipe, interleaved, naive, zb_h1, zb_h2
 from paralab.report import metrics
 from paralab.theory.ideal import bubbles
 from paralab.theory.pipeline import bubble_formula, simulate
@@ -37,8 +28,8 @@ PAPER = [
 @pytest.mark.parametrize("row", PAPER, ids=lambda row: f"p{row[0]}-m{row[1]}")
 def test_the_zero_bubble_papers_table_5_follows_from_its_table_6(row):
     p, m, tf, tb, tw, tcomm, *printed = row
-    for schedule, rate in zip((one_f_one_b, zb_h1, zb_h2), printed, strict=False):
-        got = simulate(schedule(p, m), forward=tf, backward=tb, weight_grad=tw, comm=tcomm)
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), printed, strict=False):
+        got = simulate(SCHEDULES[name](p, m), forward=tf, backward=tb, weight_grad=tw, comm=tcomm)
         assert round(got.bubble_rate, 4) == rate
     v = 3
     costs = {"forward": tf / v, "backward": tb / v, "weight_grad": tw / v}
@@ -69,36 +60,32 @@ def test_bubble_formulas_are_exact_where_stages_are_alike_and_links_free(p):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_zero_bubble_formulas_are_exact_and_a_weight_half_hides_no_more_than_a_forward(p):
-    costs = (1, 1, 1), (2, 2, 1), (3, 3, 2), (1, 0.8, 1.2), (0.5, 2, 1.2), (1, 2, 3)
-    for m, (f, b, w) in product((1, 2, p, 2 * p - 1, 2 * p, 5 * p), costs):
-        full = m >= 2 * p - 1  # of fewer micro-batches the formula needs w <= f
-        for name, function, k in (("zb-h1", zb_h1, 1), ("zb-h2", zb_h2, 2)) * (full or w <= f):
-            got = simulate(function(p, m), forward=f, backward=b, weight_grad=w)
-            want = bubble_formula(name, p, m, 1, f, b, w)
+    costs = (1, 1, 1), (2, 2, 1), (3, 3, 2), (1, 0.8, 1.2), (0.5, 2, 1.2), (1, 2, 3), (1, 0.5, 1)
+    sizes = product((1, 2, p, 2 * p - 1, 2 * p, 5 * p), costs)
+    for (m, (f, b, w)), (name, k) in product(sizes, (("zb-h1", 1), ("zb-h2", 2))):
+        got = simulate(SCHEDULES[name](p, m), forward=f, backward=b, weight_grad=w)
+        want, full = bubble_formula(name, p, m, 1, f, b, w), m >= 2 * p - 1
+        if full or k * w <= f + b:
             assert got.bubble_rate == pytest.approx(want, abs=1e-12)
-            if full:  # Zero Bubble, table 2
-                idle = max(0, (p - 1) * (f + b - k * min(f, w)))
-                assert got.cost - m * (f + b + w) == pytest.approx(idle, abs=1e-9)
+        assert got.bubble_rate > want - 1e-12
+        if full:  # Zero Bubble, table 2
+            idle = max(0, (p - 1) * (f + b - k * min(f, w)))
+            assert got.cost - m * (f + b + w) == pytest.approx(idle, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_stage_has_no_bubble_and_none_below_zero(name):
     for m, f in product((3, 4, 7, 9), (0.1, 0.3, 0.7)):
         share = bubble_formula(name, 1, m, F=f, B=0.2, W=0.3)
-        lists = build_schedule(name, pp=1, microbatches=m)
+        lists = build(name, pp=1, microbatches=m)
         found = simulate(lists, forward=f, backward=0.23, weight_grad=0.07)
         assert [f"{x:.1%}" for x in (share, found.bubble_rate)] == ["0.0%"] * 2
-        assert found.bubble_rate >= 0.0
 
 
 def test_bubble_formula_says_what_it_knows():
     assert bubble_formula("1f1b", 4, 8) == pytest.approx(3 / 11)  # costs need not be given
-    assert bubble_formula("zb-h2", 4, 8, 1, 1, 1, 3) == 0.0  # less than nothing is nothing
     refuses("'zb-h2'", bubble_formula, "dualpipe", 4, 8)
-    refuses(
-        "microbatches=6: .*groups of pp=4.*such as 4 or 8", bubble_formula, "interleaved", 4, 6, 2
-    )
-    refuses("virtual_stages=2: .*one stage per rank", bubble_formula, "1f1b", 4, 8, 2)
+    refuses("microbatches=6: .*groups of pp=4.*or 8", bubble_formula, "interleaved", 4, 6, 2)
     refuses("F='1': not a number", bubble_formula, "1f1b", 4, 8, F="1")
 
 
@@ -121,12 +108,6 @@ def test_comm_delays_what_goes_to_another_rank_and_nothing_else():
     assert simulate(alone, forward=1, backward=1, comm=9.0).end.tolist() == free.end.tolist()
 
 
-def test_a_split_backward_lets_the_stage_before_go_on_before_its_weight_half():
-    lists = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
-    got = simulate(lists, forward=1, backward=2, weight_grad=4)
-    assert got.start.tolist() == [0, 4, 6, 1, 2, 4]
-
-
 def test_the_bubble_is_that_of_the_report_which_has_no_formula_of_another_schedule():
     for schedule in (naive(4, 8), gpipe(4, 6), interleaved(2, 4, 2), zb_h1(3, 5), zb_h2(3, 7)):
         got = simulate(schedule, forward=1.0, backward=1.5, weight_grad=0.5, comm=0.25)
@@ -142,9 +123,14 @@ def test_the_bubble_is_that_of_the_report_which_has_no_formula_of_another_schedu
 
 def test_a_schedule_that_cannot_run_is_refused_not_simulated():
     crossed = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    costs = {"forward": 1, "backward": 1}
     for lists, said in ((crossed, "deadlock"), ([["0F0"]], "missing")):
-        with pytest.raises(ValueError, match=said):
-            simulate(lists, forward=1, backward=1)
+        refuses(said, simulate, lists, **costs)
+    for function, pair, said in (
+        (gpipe, ("0F1", "0B0"), "of rank 0, but there 0F1 starts together with 0B0; legal: .* 1B0"),
+        (naive, ("1B0", "1F1"), "waits at 0B0, .*1B0 starts together with 1F1; .* 0F1 before 0B0"),
+    ):
+        refuses(said, simulate, function(2, 2), **costs, overlapped=1.0, pairs=[pair])
 
 
 def test_costs_that_are_none_are_refused():

@@ -11,7 +11,6 @@ from paralab.parallel.schedules import (
     build,
     gpipe,
     interleaved,
-    naive,
     one_f_one_b,
     zb_h1,
     zb_h2,
@@ -34,21 +33,7 @@ def every_schedule():
         yield "interleaved", interleaved(p, p * rounds, v), p, p * rounds, v
 
 
-# ---- the papers' pictures ----------------------------------------------------------------------
-def test_naive_takes_one_micro_batch_all_the_way_and_back():
-    assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
-
-
-def test_zb_h1_is_1f1b_with_weight_halves_held_back():
-    for p, m in SIZES:
-        for rank, (row, plain) in enumerate(zip(zb_h1(p, m), one_f_one_b(p, m), strict=True)):
-            order = [str(a).replace("I", "B") for a in row if a.kind != "W"]
-            assert order == [str(a) for a in plain]
-            late = [a.microbatch - max(b.microbatch for b in row[: row.index(a)] if b.kind == "I")
-                    for a in row if a.kind == "W"]  # fmt: skip
-            assert min(late) == -min(rank, m - 1)  # so many input halves later
-
-
+# ---- the papers' orders ------------------------------------------------------------------------
 def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     assert text(zb_h2(2, 4)) == [
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
@@ -56,7 +41,6 @@ def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
     ]
 
 
-# ---- all of them -------------------------------------------------------------------------------
 def test_every_schedule_of_every_size_is_valid():
     for _, schedule, p, m, v in every_schedule():
         validate(schedule, microbatches=m, stages=p * v)

@@ -627,8 +627,9 @@ def test_the_title_says_whether_it_fits(bars, said):
 
 def test_a_bar_may_be_a_series_of_a_table():
     parts = pd.Series({"parameters": 40e9, "gradients": 10e9})
-    chart = view.bytes_bars({"a": parts})
-    assert chart.finding == view.bytes_bars({"a": dict(parts)}).finding
+    of_peaks = pd.concat([parts, pd.Series({"total": 50e9})])  # as a column of report.peaks()
+    for column in (parts, of_peaks, {"total": 50e9}):
+        assert view.bytes_bars({"a": column}).finding == "a needs 50 GB"
     assert "50 s" in view.seconds_bars({"a": parts / 1e9}, title="").to_json()
 
 

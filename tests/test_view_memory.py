@@ -238,10 +238,10 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     held = {label: dataclasses.replace(report, cluster=near) for label, report in runs.items()}
     notes = view.memory_charts(held).layout.annotations
     assert {note.yanchor for note in notes if note.text == "peak of plain"} == {"top"}
-    assert chart.finding.startswith(f"“ZeRO-3” needs {theme.scaled(peaks['ZeRO-3'], 'B')} at its")
+    need = f"“ZeRO-3” needs {theme.scaled(peaks['ZeRO-3'], 'B')} at its peak on rank 0, "
+    assert chart.finding.startswith(need)
     assert chart.layout.xaxis.title.text == "share of the step (%)"
-    ends = {round(t.x[-1]) for traces in areas(chart).values() for t in traces}
-    assert ends == {100}
+    assert {round(t.x[-1]) for traces in areas(chart).values() for t in traces} == {100}
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
 
 

@@ -61,6 +61,9 @@ def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     assert (shard["from"].item(), shard["until"].item()) == (0, len(code))
     said = [text for trace in chart.data for text in trace.hovertext]
     assert any(text.endswith(f"instructions 0 to {len(code) - 1}") for text in said)
+    hpz = view.zero_unit(MODEL, plan.replace(secondary_shard=2), unit).table.set_index("value")
+    assert 2 * hpz["bytes"]["second shard of the parameters"] == whole["bytes"].iloc[0]
+    assert view.zero_unit(MODEL, plan.replace(offload="cpu"), unit).finding.endswith("instructions")
     for wrong in (pl.Plan(dp=DP, zero_stage=2), pl.Plan(dp=2, pp=2, zero_stage=1, microbatches=2)):
         refuses("units are gathered under ZeRO-3", view.zero_unit, MODEL, wrong)
 

@@ -1,6 +1,7 @@
 """The widgets without a browser: sliders move, pictures follow, real runs start, stop and fail."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import threading
@@ -213,6 +214,16 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     assert re.fullmatch("What would work: 1, 8, 27, .* and so on.", second)
     assert not tensor.set(mode="1d")._trouble.value
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_time_axis_stays_and_the_times_of_a_run_are_placed_on_it(make):
+    pipeline = make("pipeline")
+    run = pl.predict(pipeline.model, pipeline.values.plan, CLUSTER, steps=2)
+    pipeline._results[pipeline._key(pipeline.values)] = dataclasses.replace(run, clock="measured")
+    charts = [pipeline.set(imbalance=times).chart for times in (3.0, 2.0, 1.5)]
+    ends = [chart.layout.xaxis.range[1] for chart in charts]
+    at_lines = [sum(note.xref == "x" for note in chart.layout.annotations) for chart in charts]
+    assert ends == pytest.approx(ends[:1] * 3) and at_lines == [2, 2, 1]  # a long heading crosses
 
 
 # ---- the real run --------------------------------------------------------------------------------

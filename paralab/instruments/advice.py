@@ -45,7 +45,7 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
 
 def _changes(plan: Plan) -> list[dict[str, Any]]:
     """Changes of settings that save memory and train the same, the one that costs least first."""
-    changes: list[dict[str, Any]] = []
+    changes: list[dict[str, Any]] = [{"schedule": "1f1b"}] * (plan.schedule_name == "gpipe")
     if plan.dp > 1:
         changes += [{"zero_stage": stage} for stage in range(plan.zero_stage + 1, 4)]
     size, count = plan.microbatch_size, plan.microbatches

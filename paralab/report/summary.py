@@ -110,7 +110,8 @@ def _of_copies(report: Tables, shares: Mapping[str, float], n: int) -> Iterable[
 
 
 def _of_a_dry_run(report: Tables) -> Iterable[Row]:
-    yield "parameters", report.meta.get("num_params", math.nan), "of this rank"
+    whole = ", before ZeRO shards them" * (report.plan.zero_stage == 3)
+    yield "parameters", report.meta.get("num_params", math.nan), "of this rank" + whole
     table = peaks(report)[DRY]
     yield "peak memory", table["total"] / 1e6, "MB"
     for name, size in table.items():

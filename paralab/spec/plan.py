@@ -15,7 +15,7 @@ from paralab.checks import Description, checked, choice, count, flag, instance, 
 from paralab.parallel.schedules import RELAY, Action
 from paralab.spec import forms
 from paralab.spec.model import ModelSpec
-from paralab.spec.rules import GRID, RULES, refuse
+from paralab.spec.rules import GRID, RULES, SIZES, refuse
 from paralab.spec.settings import Settings
 from paralab.spec.tiers import Offload, as_offload, resolved
 
@@ -268,6 +268,8 @@ class Plan(Description):
         Do not modify the lists: built-in schedules are cached. Raises ``ValueError`` if these
         settings make no schedule, or if the user's own function returns none that is valid.
         """
+        if forms.saved(self.schedule):
+            refuse(SIZES[:1], Settings(self))
         return forms.make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
@@ -286,5 +288,5 @@ class Plan(Description):
                 f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "
                 f"every action, 2*{self.microbatches} times a step; with zero_stage=1 they are "
                 "gathered once a step",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that it is said once, whatever asks for the check
             )

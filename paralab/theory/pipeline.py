@@ -196,7 +196,7 @@ def idle_seconds(
     In the last two, W of a rank overlaps with I of the next one, and weight halves of later
     micro-batches fill gaps. There are m - 1 later ones, so k is at most (m-1)/(p-1); the paper
     assumes enough micro-batches. A weight half fills at most the time of a forward: where W > F, F
-    counts in place of W, which is exact for m >= 2p - 1.
+    counts in place of W. The last row is exact for m >= 2p - 1, and for fewer if 2 W <= F + I.
     """
     others = total - own - ahead
     later = (m - 1) / np.maximum(p - 1, 1)  # later micro-batches per gap that they can fill

@@ -114,17 +114,15 @@ def timed(
     return start, end
 
 
-def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, str, int]]:
-    """{rank: (number and text of the action that it waits at, text of the action that this one
-    needs, the rank that has the needed action)} of the ranks that do not reach the end of their
+def standing(order: Order, end: Sequence[float]) -> dict[int, int]:
+    """{rank: number of the action that it waits at} of the ranks that do not reach the end of their
     list. end: of every action by `walk`, infinity if the action is never reached.
     """
-    stuck = {}
+    stuck: dict[int, int] = {}
     for node in np.flatnonzero(np.isinf(end)).tolist():
-        rank, need = int(order.rank[node]), order.source[node]
-        if rank not in stuck:
-            texts = str(order.action(node)), str(order.action(need))
-            stuck[rank] = (node, *texts, int(order.rank[need]))
+        need = order.source[node]
+        second = need < 0 or end[need] < inf  # of a pair, it has what it needs, its successor not
+        stuck.setdefault(int(order.rank[node]), int(node + second))
     return stuck
 
 
@@ -140,20 +138,25 @@ def _deadlock(order: Order, end: Sequence[float]) -> ValueError:
     rank, path = min(stuck), []
     while rank not in path:
         path.append(rank)
-        *_, rank = stuck[rank]
-    waits = [(rank, *stuck[rank][1:]) for rank in path[path.index(rank) :]]
+        rank = int(order.rank[order.source[stuck[rank]]])
+    cycle = path[path.index(rank) :]
     sentences, fix = [], ""
-    for i, (rank, action, need, other) in enumerate(waits):
-        blocked = waits[(i + 1) % len(waits)][1]  # the action that the other rank waits at
+    for rank in cycle:
+        needed = order.source[stuck[rank]]
+        other = int(order.rank[needed])
+        action, need, blocked = map(order.action, (stuck[rank], needed, stuck[other]))
         sentences.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
-        if need != blocked:
+        if needed < stuck[other]:  # the first of a pair, and that rank waits at the second
+            sentences[-1] += f", but there {need} starts together with {blocked}"
+        elif need != blocked:
             sentences[-1] += f", but there {need} comes after {blocked}"
-            fix = fix or f"{need} before {blocked} on rank {other}"
-    rank, action = waits[0][:2]
+            later = map(order.action, range(stuck[other], needed + 1))
+            moved = [str(a) for a in later if a[::2] == need[::2]]  # its forward too, if there
+            fix = fix or f"{' and '.join(moved)} before {blocked} on rank {other}"
     why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"
-    legal = f"an order without the cycle, for instance {fix}"
-    position = stuck[rank][0] - int(order.first[rank])
-    return _fault(rank, position, action, why, legal)
+    legal = f"an order without the cycle{', for instance ' * bool(fix)}{fix}"
+    node, first = stuck[cycle[0]], int(order.first[cycle[0]])
+    return _fault(cycle[0], node - first, str(order.action(node)), why, legal)
 
 
 def _first_fault(

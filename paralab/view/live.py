@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
-from paralab.theory.pipeline import simulate
-from paralab.view import boxes, naming, theme
+from paralab.view import boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import column, line
 from paralab.view.marks.areas import area
@@ -40,11 +39,11 @@ class _Source(NamedTuple):
 def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Chart:
     """How many micro-batches' activations each rank keeps, over the typical step.
 
-    sources  reports of pipelines, or schedules (a list of actions per rank), whose F, I and W take
-             one unit of time each
+    sources  reports of pipelines; or schedules (a list of actions per rank), whose F, I and W take
+             one unit of time each, divided by the chunks per rank
     labels   names of the sources; default: the plan's name, or "schedule"
 
-    Raises ValueError without sources, and if they differ in the number of pipeline ranks.
+    Raises ValueError without sources, and if they differ in kind or number of pipeline ranks.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
@@ -54,6 +53,9 @@ def live_activations(*sources: Any, labels: Sequence[str] | None = None) -> Char
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
     read = [one._replace(name=name) for one, name in zip(read, names, strict=True)]
+    if len({bool(one.clock) for one in read}) > 1:
+        why, legal = "reports have seconds, schedules units of time", "report.plan.actions()"
+        raise illegal("sources", names, why, f"either alone; the schedule of a report is {legal}")
     ranks = {len(one.curves) for one in read}
     if len(ranks) > 1:
         why = "the pipelines differ in their numbers of ranks"
@@ -70,7 +72,7 @@ def _read(source: Any) -> _Source:
     if isinstance(source, Tables):
         name, clock = naming.subject(source), source.clock
     else:
-        report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
+        report = pipeline.timed(source, unit=1.0).report()
     plan = report.plan
     step, ranks = boxes.chosen(report, None, None)
     stage_of = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
@@ -100,13 +102,14 @@ def _drawn(sources: list[_Source]) -> Chart:
     first, several = sources[0], len(sources) > 1
     ranks = range(len(first.curves))
     highest = max(source.peaks[r] for source in sources for r in ranks) or 1
-    in_ms, row = all(source.clock for source in sources), ROOM * highest
+    in_ms, row = bool(first.clock), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
-    remarks = naming.clock_lines(source.clock for source in sources if source.clock)
+    chunks = any(source.chunks for source in sources)
     halves = " (I and W one each)" if any(source.split for source in sources) else ""
-    remarks += [f"a schedule: F takes one unit of time, B two{halves}"] * (not in_ms)
-    if any(source.chunks for source in sources):
-        remarks.append("a chunk counts as its share of the rank's layers")
+    costs = "a schedule: F takes one unit of time, B two" + halves
+    costs += ", for all of a rank's layers" * chunks
+    remarks = naming.clock_lines(source.clock for source in sources) if in_ms else [costs]
+    remarks += ["a chunk counts as its share of the rank's layers"] * chunks
     styles = theme.series([source.name for source in sources])
     inks = [styles[source.name]["ink"] for source in sources]
     if not several:

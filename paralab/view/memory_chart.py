@@ -66,7 +66,8 @@ def memory_charts(runs: Mapping[str, Tables], *, title: str | None = None) -> Ch
             heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{'rank 0, ' * many}one step of each run, all on one scale of bytes"
-    fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
+    finding = _verdict(peaks, " on rank 0" * many)
+    fig = drawn(list(by_run.values()), heads, finding, below, against=first)
     return fig.titled(title).tabled(_table(by_run))
 
 
@@ -143,14 +144,14 @@ def _finding(worst: Curve) -> str:
     return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.share(share)}"
 
 
-def _verdict(peaks: Mapping[str, float]) -> str:
+def _verdict(peaks: Mapping[str, float], where: str = "") -> str:
     """Which run needs the least memory, which the most, and their ratio."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
     low, high = theme.in_bytes(peaks[least]), theme.in_bytes(peaks[most])
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
-        return f"Memory peaks at {high}"
+        return f"Memory peaks at {high}{where}"
     share = f"{theme.share(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
-    return f"“{theme.text(least)}” needs {low} at its peak, {share}"
+    return f"“{theme.text(least)}” needs {low} at its peak{where}, {share}"
 
 
 def _spaced(curves: list[Curve]) -> list[Curve]:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from paralab.report import metrics
+from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
-from paralab.theory.order import W
 from paralab.theory.pipeline import Simulation, simulate
 from paralab.theory.schedule_check import checked
 from paralab.view import boxes, naming, theme, timeline_rows
@@ -41,7 +40,7 @@ def pipeline_timeline(
     ideal = ideal and drawn <= ROOM and report.model is not None  # None: of a bare schedule
     real = section(report, step=step, ranks=ranks, compute_only=ideal, marked=True)
     bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
-    sections, ideal_bubble = [real], None
+    sections, text = [real], bubble_of(naming.subject(report), bubble)
     real.label, real.head = report.clock, head(report.clock, bubble)
     if ideal:
         ideal_run, place = make_ideal(report, step=real.step), report.plan.place
@@ -50,18 +49,13 @@ def pipeline_timeline(
         above.ranks = [first[pp] for pp in above.ranks]
         above.idle = {first[pp]: share for pp, share in above.idle.items()}
         above.boxes = [{**box, "rank": first[box["rank"]]} for box in above.boxes]
-        ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
+        above.report = report  # its costs are on this clock
         sections.insert(0, above)
-        remarks.append("ideal: the same costs, but links take no time")
-    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks)
-
-
-def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) -> str:
-    """How large the bubble is, and the ideal schedule's bubble, if that is drawn."""
-    text = _bubble_of(naming.subject(report), bubble)
-    if ideal_bubble is None:
-        return text
-    return f"{text}, {theme.share(ideal_bubble)} if links took no time"
+        waits = report.clock == "measured" and facts.device_of(report) == "cpu"  # also for a core
+        alone = "every rank {} a device of its own and " * waits
+        remarks.append(f"ideal: the same costs, but {alone.format('has')}links take no time")
+        text += f", {theme.share(ideal_run.bubble_rate)} if {alone.format('had')}links took no time"
+    return timeline_rows.drawn(sections, text, remarks)
 
 
 def section(report: Tables, *, label: str = "", marked: bool = False, **asked: Any) -> Section:
@@ -143,7 +137,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     """
     naming.labelled("named", named, "{name: a schedule}")
     by_name = {
-        str(name): schedule if isinstance(schedule, Simulation) else _timed(schedule)
+        str(name): schedule if isinstance(schedule, Simulation) else timed(schedule)
         for name, schedule in named.items()
     }
     lengths = {name: schedule.makespan for name, schedule in by_name.items()}
@@ -162,20 +156,19 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None) -> Chart:
     if math.isclose(times, 1.0):
         finding = f"{theme.listed(fastest)} take the same time"
     if len(sections) == 1:
-        finding = _bubble_of(best, by_name[best].bubble_rate)
+        finding = bubble_of(best, by_name[best].bubble_rate)
     return timeline_rows.drawn(sections, finding, []).titled(title)
 
 
-def _timed(lists: Sequence[Sequence[Any]]) -> Simulation:
-    """A schedule simulated with the costs that `schedules` states."""
+def timed(lists: Sequence[Sequence[Any]], unit: float = 1e-3) -> Simulation:
+    """A schedule simulated with the costs that `schedules` states, in these seconds for its ms."""
     lists, order = checked(lists)
-    each = 1e-3 * order.ranks / order.stages
-    if W in order.kind:
-        return simulate(lists, forward=each, backward=each, weight_grad=each)
-    return simulate(lists, forward=each, backward=2 * each)
+    each = unit * order.ranks / order.stages
+    return simulate(lists, forward=each, backward=each, weight_grad=each)
 
 
-def _bubble_of(name: str, bubble: float) -> str:
+def bubble_of(name: str, bubble: float) -> str:
+    """The finding of one pipeline."""
     return f"{theme.text(name)}: the bubble is {theme.share(bubble)} of device time"
 
 
@@ -184,7 +177,7 @@ def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     section, order = simulated(simulation, name), simulation.order
     remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
     remarks += [f"v={v}"] * (v > 1)
-    finding = _bubble_of(name, simulation.bubble_rate)
+    finding = bubble_of(name, simulation.bubble_rate)
     return timeline_rows.drawn([section], finding, remarks)
 
 

@@ -27,14 +27,15 @@ def bytes_bars(
 ) -> Chart:
     """One horizontal bar per entry, its bytes stacked by category; the devices' memory as lines.
 
-    bars      {bar label: {category: bytes}}; categories: parameters, gradients, optimizer (or its
-              parts master, moments), activations, buffers, workspace, other; any else is grey
+    bars      {bar label: {category: bytes}}: parameters, gradients, optimizer (or its parts master,
+              moments), activations, buffers, workspace, other; any else is grey, "total" left out
     capacity  {label: bytes} of devices, drawn as lines
     title     replaces the finding, which is made from the bars
 
     Raises ValueError on bytes below 0, which it names.
     """
     rows, size = mark.rows_of(bars), capacity or {}
+    rows = [row for row in rows if row[1] != "total" or len(bars[row[0]]) == 1]
     size = {label: real(f"capacity[{label!r}]", n, above=0.0) for label, n in size.items()}
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0

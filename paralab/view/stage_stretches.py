@@ -168,7 +168,7 @@ def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
 # ---- drawing -------------------------------------------------------------------------------------
 def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
-        return pipeline.finding(report, metrics.step_bubble(report, step))
+        return pipeline.bubble_of(naming.subject(report), metrics.step_bubble(report, step))
     name = theme.text(naming.subject(report))
     work = metrics.shares(report, step)["work"]
     duration = metrics.step_durations(report, warmup=True)[step]

@@ -14,16 +14,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
+from paralab.parallel.lowering import UNITS
 from paralab.parallel.schedules import Action
 from paralab.report.tables import Tables
-from paralab.theory.order import B, F, I, W, walk
+from paralab.theory.order import F, walk
 from paralab.theory.pipeline import Simulation
 from paralab.theory.schedule_check import checked, standing
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.marks import note
 
-SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
+SECONDS = 10e-3 * np.array(UNITS)  # of F, B, I, W
 ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time that ranks worked
 
 
@@ -36,8 +37,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule")
     from paralab.view.timeline import timeline
 
     lists, order = checked(schedule)
-    seconds = np.array([SECONDS[kind] for kind in order.kind.tolist()])
-    start, end = map(np.array, walk(order, seconds))
+    start, end = map(np.array, walk(order, SECONDS[order.kind]))
     done, stand = np.isfinite(end), standing(order, end)
     start[~done] = end[~done] = 0.0
     report, until = _so_far(Simulation(lists, order, start, end).report(name), done, stand)
@@ -53,8 +53,9 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule")
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     box = {"anchor": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
-    for rank, (_, action, need, other) in stand.items():
-        label = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
+    for rank, node in stand.items():
+        action, need = map(order.action, (node, order.source[node]))
+        label = f"<b>{action}</b> needs <b>{need}</b> of rank {order.rank[order.source[node]]}"
         notes.append(note(label, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if stand and trace.name.startswith("waiting"):

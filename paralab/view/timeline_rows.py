@@ -27,22 +27,18 @@ LETTER_SHARE = 0.010  # share of the time axis that one letter takes
 FILLED = 0.92  # share of a row's height that boxes take
 
 
-def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
-    """The figure of one section or several; ``remarks`` go into the second line of its title."""
+def drawn(sections: list[Section], finding: str, remarks: list[str], window: float = 0.0) -> Chart:
+    """The figure of sections, at least ``window`` seconds long; ``remarks`` go below its title."""
     many, reports = len(sections) > 1, [section.report for section in sections]
-    shown, window, n_boxes = [], 0.0, 0
-    for section in sections:
-        in_order = sorted(section.boxes, key=lambda b: (b["start"], b["id"]))
-        first, n = in_order[: MAX_BOXES // len(sections)], len(in_order)
-        until = (
-            section.seconds if len(first) == n else max((b["start"] for b in first), default=0.0)
-        )
-        shown, window, n_boxes = [*shown, first], max(window, until), n_boxes + n
-    if (n_drawn := sum(map(len, shown))) < n_boxes:
-        remarks.append(
-            f"the first {n_drawn:,} of {n_boxes:,} boxes ({window * 1e3:.1f} ms); "
-            "ranks= selects fewer"
-        )
+    shown = [sorted(section.boxes, key=lambda b: (b["start"], b["id"])) for section in sections]
+    window = max(window, *(section.seconds for section in sections))
+    starts = sorted(b["start"] for in_order in shown for b in in_order)
+    if len(starts) > MAX_BOXES:  # then all sections are drawn up to the same moment
+        window = starts[MAX_BOXES]
+        shown = [[b for b in in_order if b["start"] < window] for in_order in shown]
+        first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
+        fewer = "; ranks= selects fewer" * any(r.model or r.clock != "predicted" for r in reports)
+        remarks.append(f"{first} ({window * 1e3:.1f} ms){fewer}")
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for ranks, cores in map(facts.shared_cores, reports)
@@ -90,7 +86,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
 
 def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Part]]:
     """The heading above each section and a line at its end. The duration is written at the line, or
-    directly after the heading if that may be as long.
+    directly after the heading if that may be as long, or the line is beyond the axis.
     """
     frame = theme.frame()
     letter = theme.LETTER_WIDTH * theme.BOLD * 14 / (frame.width - AROUND)  # share of the axis
@@ -105,7 +101,8 @@ def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Par
         inside = end > 0.85 * window * 1e3
         side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
         heading, label = section.head or name, f"<b>{f'{until} {took}'.lstrip()}</b>"
-        room_at_line = end > letter * (theme.letters(heading + inside * label) + 1) * window * 1e3
+        words = letter * (theme.letters(heading + inside * label) + 1) * window * 1e3
+        room_at_line = words < end <= 1e3 * window
         if room_at_line:
             notes.append(note(label, end, middle, size=14, **side))
         heading = heading if room_at_line else f"{heading}  {label}"

@@ -112,7 +112,7 @@ class Widget(ipw.VBox):
     replays: Mapping[str, Any] = {}  # arguments of `replay`, except the cluster
     _current_run: _Run | None = None  # a default, as `close` also runs if __init__ has raised
     _moving = False  # whether `set` moves several sliders, after which it draws once
-    _axis_end: float | None = None  # of the time axis, if that is steady
+    _axis_end = 0.0  # of the time axis, if that is steady
 
     def __init__(
         self,
@@ -456,13 +456,13 @@ class Widget(ipw.VBox):
 
     def _steadied(self, chart: Chart) -> Chart:
         """The chart with the time axis of the last one, if it fits in and is not far shorter."""
-        axis_range = chart.layout.xaxis.range
-        if self.steady and axis_range:
-            end = axis_range[1]
-            if self._axis_end is None or not 0.4 * self._axis_end <= end <= self._axis_end:
-                self._axis_end = end
+        if self.steady and (axis_range := chart.layout.xaxis.range):
+            self._axis_end = self._end(axis_range[1])
             chart.layout.xaxis.range = [-0.005 * self._axis_end, self._axis_end]
         return chart
+
+    def _end(self, end: float) -> float:
+        return self._axis_end if 0.4 * self._axis_end <= end <= self._axis_end else end
 
     # ---- the real run ------------------------------------------------------------------------
     def _execute(self, run: _Run) -> None:

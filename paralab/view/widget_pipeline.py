@@ -121,7 +121,9 @@ class Pipeline(Widget):
         finding = (
             f"{theme.text(name)}: the bubble is {bubble} of device time, {simulated} as simulated"
         )
-        return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"])]
+        # The axis that stays, without its margin: headings and times are placed on this one.
+        window = self._end(1.005e3 * max(above.seconds, real.seconds)) / 1.005e3
+        return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], window)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         simulation, plan = self.simulation(at), at.plan

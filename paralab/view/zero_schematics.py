@@ -24,6 +24,7 @@ GAP = 0.06  # share of a cell that is left free on each side
 HIGH, BETWEEN = 0.74, 0.02  # height of a stage's bars together and of a gap, over that of its row
 KINDS = {  # kinds of a unit's values: name, category whose colour it has; in the order drawn
     "shard": ("own shard of the parameters", "parameters"),
+    "second": ("second shard of the parameters", "parameters"),
     "w": ("gathered parameters", "buffers"),
     "grad": ("gradients of the whole unit", "gradients"),
     "gshard": ("own shard of the gradients", "gradients"),
@@ -112,8 +113,8 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         words.append(margin(theme.in_bytes(size), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
-        f"A rank holds all of {units[unit].part} during {theme.share(held)} of the instructions, "
-        "its own shard during all",
+        f"A rank holds all of {units[unit].part} during {theme.share(held)} of the instructions"
+        + ", its own shard during all" * (KINDS["shard"][0] in names),
         f"{naming.plan_name(plan)} · one rank, one step · the axis counts instructions, not time",
         height=194 + 44 * len(names),
         barmode="overlay",
