@@ -322,8 +322,11 @@ def test_perfetto_has_a_track_per_lane_and_the_bytes_of_every_copy(two, tmp_path
 
 
 def test_a_real_run_is_drawn_on_both_clocks():
-    """Small, through files and back: every picture, and no byte more or less than it recorded."""
-    plan = Plan(zero_stage=3, offload="nvme", microbatches=2)
+    """Small, through files and back: every picture, and no byte more or less than it recorded. A
+    link that the plan slows down is said to be slow, and its bytes take as long as they do there.
+    """
+    slow = {"parameters": "nvme", "optimizer": "nvme", "bandwidth": {"disk": "50MB"}}
+    plan = Plan(zero_stage=3, offload=slow, microbatches=2)
     report = pl.run(synthetic.MODEL, plan, steps=2, progress=False)
     for found in (report, report.replay()):
         moved = found.copies["bytes"][found.copies["step"] == 1].sum()
@@ -331,3 +334,8 @@ def test_a_real_run_is_drawn_on_both_clocks():
         assert timeline.table["bytes"].sum() == found.traffic_chart().table["bytes"].sum() == moved
         assert labels(timeline)[1:] == ROWS and moved > 0
         assert "on the host · at most" in found.memory_chart().below
+        assert "disk limited to 50 MB/s" in timeline.below
+    read, bars = report.copied(by="link").set_index("link")["bytes"], found.traffic_chart()
+    assert "disk limited to 50 MB/s" in bars.below
+    seconds = theme.in_seconds(read["disk read"] / 5e7)
+    assert any(word.text.endswith(seconds) for word in bars.layout.annotations)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.report.tables import COPY_LANES
+from paralab.report.tables import COPY_LANES, Tables
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import naming, theme
 
@@ -40,6 +40,13 @@ def row(box: Box) -> str:
 def row_name(row: str) -> str:
     """The row in words: the link, the axis of communication, or "compute"."""
     return ROW_NAME.get(row) or theme.text(theme.axis_of(row))
+
+
+def limited(reports: Sequence[Tables]) -> list[str]:
+    """["disk limited to 20 MB/s"]: the links that the plans' settings slow down."""
+    tiers = [report.plan.tiers for report in reports]
+    slow = dict.fromkeys(limit for some in tiers if some is not None for limit in some.bandwidth)
+    return [f"{ROW_NAME[link]} limited to {theme.in_speed(most)}" for link, most in slow]
 
 
 def order(row: str) -> tuple[int, str]:

@@ -43,6 +43,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str]) -> Chart:
             f"the first {n_drawn:,} of {n_boxes:,} boxes ({window * 1e3:.1f} ms); "
             "ranks= selects fewer"
         )
+    remarks += lanes.limited(reports)
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for ranks, cores in map(facts.shared_cores, reports)
