@@ -1,9 +1,9 @@
 """Offload in numbers: the bytes held on each tier, and those moved over each link in a step.
 
 They are counted from the compiled program. Per rank and unit they equal the following, with w bytes
-per element (4 in fp32), c elements of the rank's shard of the unit, m micro-batches, and k fp32
-values of the optimizer per parameter (AdamW's two moments; also the master weights, in 16 bits and
-where parameters stay on the device):
+per element (4 in fp32, and of a gradient with grad_dtype="fp32"), c elements of the rank's shard of
+the unit, m micro-batches, and k fp32 values of the optimizer per parameter (AdamW's two moments;
+also the master weights, in 16 bits and where parameters stay on the device):
 
     link        parameters                  gradients          optimizer    activations
     h2d         offloaded: g w c            0                  0            m w l b s h
