@@ -201,6 +201,12 @@ def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
     assert one.timeline().below.endswith("1000.0 ms · waiting: 28 % of the step")
 
 
+def test_of_the_links_that_a_plan_slows_down_those_are_named_that_carry_something():
+    places = {"gradients": "cpu", "optimizer": "cpu", "bandwidth": {"disk": 1, "h2d": "2GB"}}
+    chart = made(copies=COPIES[1:3], zero_stage=2, offload=places).timeline()
+    assert chart.below.endswith(" of the step · host to device limited to 2 GB/s")
+
+
 def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():
     late = made(copies=[("h2d", "copy", "parameters", 10, 0.9, 1.1)])
     chart = late.timeline(step=1)

@@ -119,6 +119,7 @@ def test_run_it_holds_the_disk_down_and_draws_the_replay(widget):
     moved = found.copies[(found.copies["lane"] == "disk") & (found.copies["rank"] == 0)]
     assert found.step_time >= moved[moved["step"] == 1]["bytes"].sum() / SLOWEST
     assert list(dict.fromkeys(chart.table["clock"])) == ["predicted", "replayed"]
+    assert " ms predicted, " in chart.finding and "disk limited to 50 MB/s" in chart.below
     assert curve(widget, "this run", "replayed") == {SLOWEST: pytest.approx(replayed.step_time)}
     rows = {clock.split(" (")[0]: row for clock, row in named(widget).items()}
     for clock, report in (("replayed", replayed), ("measured", found)):

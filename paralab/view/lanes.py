@@ -43,10 +43,13 @@ def row_name(row: str) -> str:
 
 
 def limited(reports: Sequence[Tables]) -> list[str]:
-    """["disk limited to 20 MB/s"]: the links that the plans' settings slow down."""
-    tiers = [report.plan.tiers for report in reports]
-    slow = dict.fromkeys(limit for some in tiers if some is not None for limit in some.bandwidth)
-    return [f"{ROW_NAME[link]} limited to {theme.in_speed(most)}" for link, most in slow]
+    """["disk limited to 20 MB/s"]: the links in use that the plans' settings slow down."""
+    slow: dict[str, None] = {}
+    for report in reports:
+        limits = {} if report.plan.tiers is None else report.plan.tiers.limits
+        for link in sorted(limits.keys() & set(report.copies["lane"])):
+            slow[f"{ROW_NAME[link]} limited to {theme.in_speed(limits[link])}"] = None
+    return list(slow)
 
 
 def order(row: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ slider's speed, below the prediction and on the same time scale. Another speed n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,10 @@ class Steps(Widget):
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
-        two = at.measured and timelines(at.predicted, at.replayed, ranks=ranks)
+        two = None
+        if at.measured is not None:  # the run may limit links, which the prediction's cluster does
+            predicted = replace(at.predicted, plan=at.measured.plan)
+            two = timelines(predicted, at.replayed, ranks=ranks)
         return [
             counted(two or timeline(at.predicted, ranks=ranks), len(ranks), at.predicted.world_size)
         ]
