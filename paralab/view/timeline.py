@@ -145,7 +145,7 @@ def _gap(sections: list[Section]) -> str:
     predicted = by_clock.pop("predicted", None)
     if predicted is None or len(by_clock) != 1 or not (other := next(iter(by_clock.values()))):
         return ""
-    apart = gap(predicted, other) or "equal"
+    apart = gap(predicted, other) or "within 1 %"
     return f" (the prediction is {apart}{' that' * apart.endswith('times')})"
 
 

@@ -96,7 +96,7 @@ class Steps(Widget):
 
     def _outcome(self, at: At) -> str:
         difference = gap(at.predicted.step_time, at.replayed.step_time)
-        word = f"is {difference}" if difference else "equals"
+        word = f"is {difference}" if difference else "is within 1 % of"
         return f"the predicted step time {word} the replayed one"
 
 
