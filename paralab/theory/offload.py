@@ -8,9 +8,7 @@ stay on the device.
 Gradients that are first summed with other ranks' (replicas; a tied embedding at both ends of a
 pipeline; parameters shared by tp ranks) wait on the device and leave once, so their m is 1. It is
 also 1 with stage 2 and pp > 1. In a layer relay the head, where forward turns into backward, is
-fetched once, as is an embedding that is tied to it. ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec.
-3) keeps parameters on the device and offloads gradients: with w = 2, m = 1 and one rank, 4 bytes
-per parameter.
+fetched once, as is an embedding that is tied to it.
 
 The host also holds 8 bytes per unit, a step count and a norm, and buffers: all that is read or
 written passes through two of them in turn (programs/tiers.py).

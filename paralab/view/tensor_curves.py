@@ -7,8 +7,6 @@ a is for activations, which grids shard over more ranks. So 1D is best with few 
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from paralab.checks import instance, whole
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.tensor import depth_elements, linear_elements
@@ -61,5 +59,5 @@ def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
 
 def _elements(model: ModelSpec, tp: int, mode: str, tokens: int) -> float:
     model, plan = model.replace(seq_len=tokens), Plan(tp=tp, tp_mode=mode, microbatch_size=1)
-    layers = ((*linear_elements(model, plan, r), depth_elements(model, plan, r)) for r in PAIR)
-    return float(sum((n for some in layers for n in some), Fraction(0)))
+    each = (sum(linear_elements(model, plan, r)) + depth_elements(model, plan, r) for r in PAIR)
+    return float(sum(each))
