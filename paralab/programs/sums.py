@@ -99,8 +99,6 @@ class Sums:
         self.scattered: dict[tuple[int, Axis], int] = {}  # (unit, axis) -> its REDUCE_SCATTER
         self.updated: Counter[int] = Counter()
         self.stale: dict[int, int] = {}  # unit -> position where each rank updated a shard of it
-        self.on_host: dict[int, int] = {}  # unit -> position where the host alone updated it
-        self.copied: set[int] = set()  # units whose parameters were copied from the host
 
     def check(self) -> None:
         """Raise ``ValueError`` for the first value that is not what its reader needs."""
@@ -120,9 +118,13 @@ class Sums:
             raise self.refuse(position, why, "a sum, an ADD or an UPDATE that reads it")
         if self.wrong_contents is not None:
             raise self.wrong_contents
-        for unit, position in self.on_host.items():
-            why = f"the host updates {self.parameters(unit)}, which is never copied to the device"
-            raise self.refuse(position, why, f"COPY to ('shard', {unit}, 0) on 'h2d'")
+        tiers = self.program.plan.tiers
+        on_host = [ins for ins in self.code if ins.op == UPDATE and ins.lane == "host"]
+        if on_host and tiers.parameters == "device":
+            copied = {ins.writes[0] for ins in self.code if ins.op == COPY}
+            for ins in (ins for ins in on_host if ("shard", ins.unit, 0) not in copied):
+                why = "its parameters are never copied to the device"
+                raise self.refuse(self.code.index(ins), why, f"COPY to ('shard', {ins.unit}, 0)")
         for unit, position in self.stale.items():
             why = f"each rank updates its shard of {self.parameters(unit)}, which is never gathered"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' after it, for the next step")
@@ -150,27 +152,14 @@ class Sums:
                 why = f"does not read the gradient of {self.parameters(min(missing))}"
                 raise self.refuse(position, why, "one NORM of all gradients")
             self.partial[ins.writes[0]] = frozenset(self.program.norm_axes)
-        if ins.op == COPY and ins.writes[0][0] == "shard":
-            self.on_host.pop(ins.unit, None)
-            self.copied.add(ins.unit)
-        if ins.op == ALL_GATHER and ins.writes[0][0] == "w" and ins.unit not in self.on_host:
+        if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
         if ins.op == UPDATE:
             self._require_contents(position, ins.reads[0], ins.unit)
             self._require_norm(position, ins)
-            self._updated(position, ins)
-
-    def _updated(self, position: int, ins: Instr) -> None:
-        """Which copies and gathers an update makes necessary, for the next step to compute with it.
-        A delayed update is copied in the step after it, ahead of that step's own.
-        """
-        plan, unit = self.program.plan, ins.unit
-        self.updated[unit] += 1
-        needs_copy = ins.lane == "host" and plan.tiers.parameters == "device"
-        if needs_copy and not (plan.tiers.delayed and unit in self.copied):
-            self.on_host[unit] = position
-        if plan.zero_stage in (1, 2) and self.program.shards > 1:
-            self.stale[unit] = position
+            self.updated[ins.unit] += 1
+            if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
+                self.stale[ins.unit] = position
 
     def _require_complete(self, position: int, v: Value) -> None:
         """The instruction at this position needs the sum of ``v`` over all ranks."""
