@@ -314,10 +314,6 @@ def added_twice(program):
     return program.replace(i for ins in program.code for i in [ins] * (1 + (ins.op == ADD)))
 
 
-def kept_on_host(program):
-    return program.replace(ins for ins in program.code if ins.lane != "h2d")
-
-
 def swapped(program):
     """Two updates take each other's gradient."""
     code, updates = my_sync(program).code, {}
@@ -377,7 +373,8 @@ TENSOR = {"dp": 1, "tp": 2, "sequence_parallel": True}
     (early, {}, "UPDATE.* micro-batch 1 adds is in it 0 times; legal: a copy or sum after"),
     (overlap, {}, "UPDATE.* micro-batch 0 adds is in it 2 times; legal: a copy or sum after"),
     (added_twice, ZERO_2, "UPDATE.* micro-batch 1 adds is in it 2 times"),
-    *((kept_on_host, ZERO_2 | {"offload": at}, "UPDATE .* never copied to the device; legal: COPY")
+    *((lambda program: program.replace(ins for ins in program.code if ins.lane != "h2d"),
+       ZERO_2 | {"offload": at}, "UPDATE .* never copied to the device; legal: COPY")
       for at in ("cpu", {"gradients": "cpu", "optimizer": "cpu", "delayed": True})),
     (swapped, {}, "UPDATE.* holds the gradient of blocks.1.mlp.up.bias and 5 more .bucket 4.; leg"),
     (norm_ahead, {"dp": 1, **CLIPPED}, "'NORM .* micro-batch 1 adds is in it 0 times; legal: a"),

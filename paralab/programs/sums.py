@@ -118,9 +118,8 @@ class Sums:
             raise self.refuse(position, why, "a sum, an ADD or an UPDATE that reads it")
         if self.wrong_contents is not None:
             raise self.wrong_contents
-        tiers = self.program.plan.tiers
         on_host = [ins for ins in self.code if ins.op == UPDATE and ins.lane == "host"]
-        if on_host and tiers.parameters == "device":
+        if on_host and self.program.plan.tiers.parameters == "device":
             copied = {ins.writes[0] for ins in self.code if ins.op == COPY}
             for ins in (ins for ins in on_host if ("shard", ins.unit, 0) not in copied):
                 why = "its parameters are never copied to the device"

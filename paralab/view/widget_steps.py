@@ -80,10 +80,9 @@ class Steps(Widget):
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
-        two = None
-        if at.measured is not None:  # the run may limit links, which the prediction's cluster does
-            predicted = replace(at.predicted, plan=at.measured.plan)
-            two = timelines(predicted, at.replayed, ranks=ranks)
+        # One plan: what the run's has in addition are limits, as slow as the prediction's links.
+        predicted = at.measured and replace(at.predicted, plan=at.measured.plan)
+        two = at.measured and timelines(predicted, at.replayed, ranks=ranks)
         return [
             counted(two or timeline(at.predicted, ranks=ranks), len(ranks), at.predicted.world_size)
         ]
