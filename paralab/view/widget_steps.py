@@ -94,9 +94,8 @@ class Steps(Widget):
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
 
     def _outcome(self, at: At) -> str:
-        difference = gap(at.predicted.step_time, at.replayed.step_time)
-        word = f"is {difference}" if difference else "is within 1 % of"
-        return f"the predicted step time {word} the replayed one"
+        apart = gap(at.predicted.step_time, at.replayed.step_time) or "within 1 % of"
+        return f"the predicted step time is {apart} the replayed one"
 
 
 class DataParallel(Steps):
