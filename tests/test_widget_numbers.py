@@ -275,3 +275,5 @@ def test_tensor1d_run_puts_the_replay_and_what_was_counted_below_the_prediction(
     assert found["activations"] == theme.scaled(int(most["activations"]), "B")
     assert widget.set(bandwidth=10**8).result is ran and widget.state == "done"
     assert widget.set(sequence="whole").result is None and widget.state == "idle"
+    widget.run(ranks=1).wait(PATIENCE)
+    assert numbers(widget)[1]["clock"] == "1 device, replayed"

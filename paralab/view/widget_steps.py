@@ -181,10 +181,10 @@ class Tensor1D(Steps):
     def _rows(self, at: At) -> list[dict[str, str]]:
         """One device, which no link slows down, and the chosen settings."""
         rows = [self._row("1 device, predicted", self._prediction(at.but(ranks=1), "alone"))]
-        if at["ranks"] == 1:
-            return rows
         name = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
         shown = [at.predicted, *at.runs[:1]]
+        if at["ranks"] == 1:
+            name, shown = "1 device", shown[1:]
         return rows + [self._row(f"{name}, {report.clock}", report) for report in shown]
 
     def _outcome(self, at: At) -> str:
