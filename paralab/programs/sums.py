@@ -14,7 +14,8 @@ a missing sum, one over a wrong axis, one too early and one too many.
 A gradient also has *contents*: which backwards, by micro-batch, have been added to it. Copies, sums
 and additions pass the contents on. An UPDATE or a NORM needs all contents of its unit, each once: a
 copy made too early misses later backwards, and overlapping summands count twice. Under stages 1 and
-2 of ZeRO each rank updates a shard; the shards have to be gathered before the step is over.
+2 of ZeRO each rank updates a shard; the shards have to be gathered before the step is over. What
+the host updates has to be copied to parameters that are on the device.
 """
 
 from __future__ import annotations
