@@ -9,7 +9,7 @@ flight at once on one lane; boxes that overlap in time are drawn on tracks of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.report.tables import COPY_LANES, Tables
@@ -42,14 +42,13 @@ def row_name(row: str) -> str:
     return ROW_NAME.get(row) or theme.text(theme.axis_of(row))
 
 
-def limited(reports: Sequence[Tables]) -> list[str]:
-    """["disk limited to 20 MB/s"]: the links in use that the plans' settings slow down."""
-    slow: dict[str, None] = {}
-    for report in reports:
-        limits = {} if report.plan.tiers is None else report.plan.tiers.limits
-        for link in sorted(limits.keys() & set(report.copies["lane"])):
-            slow[f"{ROW_NAME[link]} limited to {theme.in_speed(limits[link])}"] = None
-    return list(slow)
+def limited(reports: Sequence[Tables]) -> Iterator[str]:
+    """ "disk limited to 20 MB/s": each link that is in use, if all plans limit it alike."""
+    for link in COPY_LANES:
+        tiers = [report.plan.tiers for report in reports if link in set(report.copies["lane"])]
+        limits = {some and some.limits.get(link) for some in tiers}
+        if len(limits) == 1 and (most := limits.pop()):
+            yield f"{ROW_NAME[link]} limited to {theme.in_speed(most)}"
 
 
 def order(row: str) -> tuple[int, str]:
