@@ -44,8 +44,7 @@ def _kept(report: Tables, category: str) -> str:
 
 
 def _sent(report: Tables) -> str:
-    alone = report.world_size == 1
-    return "0 B" if alone else in_bytes(float(amounts.traffic(report)["bytes"].mean()))
+    return in_bytes(float(amounts.traffic(report)["bytes"].mean()))
 
 
 def step_time(report: Tables) -> str:
@@ -83,9 +82,8 @@ class Steps(Widget):
         # One plan: what the run's has in addition are limits, as slow as the prediction's links.
         predicted = at.measured and replace(at.predicted, plan=at.measured.plan)
         two = at.measured and timelines(predicted, at.replayed, ranks=ranks)
-        return [
-            counted(two or timeline(at.predicted, ranks=ranks), len(ranks), at.predicted.world_size)
-        ]
+        chart = two or timeline(at.predicted, ranks=ranks)
+        return [counted(chart, len(ranks), at.predicted.world_size)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         return [self._row(clock_name(report), report) for report in (at.predicted, *at.runs)]
@@ -94,7 +92,7 @@ class Steps(Widget):
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
 
     def _outcome(self, at: At) -> str:
-        apart = gap(at.predicted.step_time, at.replayed.step_time) or "within 1 % of"
+        apart = gap(at.predicted.step_time, at.replayed.step_time)
         return f"the predicted step time is {apart} the replayed one"
 
 
@@ -189,9 +187,5 @@ class Tensor1D(Steps):
 
     def _outcome(self, at: At) -> str:
         sent = [amounts.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
-        exact = (
-            "the bytes sent are exactly as predicted"
-            if sent[0] == sent[1]
-            else "the bytes sent differ"
-        )
-        return f"{exact}; {super()._outcome(at)}"
+        how = "are exactly as predicted" if sent[0] == sent[1] else "differ"
+        return f"the bytes sent {how}; {super()._outcome(at)}"
