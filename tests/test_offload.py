@@ -35,7 +35,7 @@ from processes import ROOT, until
 from refusals import refuses
 from stated import TIERS
 
-ALL = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "activations": "nvme"}
+STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
 
 
 # ---- bytes ------------------------------------------------------------------------------------
@@ -63,11 +63,9 @@ def test_bytes_of_what_is_no_plan_or_no_optimizer_are_refused():
 
 @pytest.mark.parametrize("knob", ["h2d", "d2h", "disk"])
 def test_a_bandwidth_slows_its_link_down_in_predictions(knob):
-    fast = dict(ALL, activations="device")
-    slow = {**fast, "bandwidth": {knob: "20MB"}}
     took = [
         pl.predict(SMALL, NVME.replace(offload=tiers), TIERS, steps=2).step_time
-        for tiers in (fast, slow)
+        for tiers in (STATES, STATES | {"bandwidth": {knob: "20MB"}})
     ]
     assert took[1] > 1.5 * took[0]
 

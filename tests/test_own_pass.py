@@ -310,10 +310,6 @@ def overlap(program):
     return program.replace(insert(code, calls))
 
 
-def added_twice(program):
-    return program.replace(i for ins in program.code for i in [ins] * (1 + (ins.op == ADD)))
-
-
 def swapped(program):
     """Two updates take each other's gradient."""
     code, updates = my_sync(program).code, {}
@@ -347,10 +343,6 @@ def norm_of_one(program):
     )
 
 
-def without_rescale(program):
-    return program.replace(i for i in my_sync(program).code if i.op != RESCALE)
-
-
 def split(program):
     """A message of each bucket would sum all of them, as often as there are buckets."""
     code = []
@@ -372,13 +364,23 @@ TENSOR = {"dp": 1, "tp": 2, "sequence_parallel": True}
     (writes_one_more, {}, "1 times instead of 0; legal: a pass that does not change compute"),
     (early, {}, "UPDATE.* micro-batch 1 adds is in it 0 times; legal: a copy or sum after"),
     (overlap, {}, "UPDATE.* micro-batch 0 adds is in it 2 times; legal: a copy or sum after"),
-    (added_twice, ZERO_2, "UPDATE.* micro-batch 1 adds is in it 2 times"),
+    (lambda program: program.replace(i for i in program.code for _ in range(1 + (i.op == ADD))),
+     ZERO_2, "UPDATE.* micro-batch 1 adds is in it 2 times"),
+    *((lambda program, kind=kind: program.replace(
+        ins for ins in program.code if ins.op != COPY or ins.writes[0][0] != kind),
+       ZERO_2 | {"offload": at}, f"UPDATE .* not copied to {kind} bucket 0; legal: COPY")
+      for kind, at in (("shard", "cpu"), ("file.opt", "nvme"))),
+    *((lambda program, last=last: program.replace(sorted(program.code, key=last)),
+       ZERO_2 | {"offload": "cpu"}, words) for last, words in (
+        (lambda ins: ins.op == UPDATE, "not copied to shard bucket 0; legal: COPY .* after it"),
+        (lambda ins: ins.lane == "h2d", "COPY .* which is never gathered; legal: ALL_GATHER"))),
     (swapped, {}, "UPDATE.* holds the gradient of blocks.1.mlp.up.bias and 5 more .bucket 4.; leg"),
     (norm_ahead, {"dp": 1, **CLIPPED}, "'NORM .* micro-batch 1 adds is in it 0 times; legal: a"),
     (without_norm, CLIPPED, "its gradient would not be clipped; legal: ..norm"),
     (without_norm, FP16, "would not skip a step that overflows; legal: "),
     (norm_of_one, CLIPPED, "does not read the gradient of blocks.3"),
-    (without_rescale, FP16, "the loss scale is adapted 0 times; legal: one RESCALE"),
+    (lambda program: program.replace(i for i in my_sync(program).code if i.op != RESCALE), FP16,
+     "the loss scale is adapted 0 times; legal: one RESCALE"),
     (split, TENSOR, "the ranks of 'tp' share; legal: one sum of all 5, in place"),
 ])  # fmt: skip
 def test_what_would_train_something_else_or_end_in_a_traceback_is_refused(wrong, plan, words):

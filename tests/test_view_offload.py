@@ -12,7 +12,7 @@ from paralab.report import amounts, metrics, tables
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.theory.traffic import wire_bytes
-from paralab.view import naming, theme
+from paralab.view import naming, theme, timelines
 from paralab.view.page import page
 from refusals import refuses
 from stated import TIERS
@@ -199,6 +199,10 @@ def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
     both = f"100 % of communication and {share}"
     assert two.timeline().finding == f"dp=2, ZeRO-3, offload to nvme: {both}"
     assert one.timeline().below.endswith("1000.0 ms · waiting: 28 % of the step")
+    slow = {"gradients": "cpu", "optimizer": "cpu", "bandwidth": {"disk": 1, "h2d": "2GB"}}
+    slowed = made(copies=COPIES[1:3], zero_stage=2, offload=slow)  # no file is used
+    assert slowed.timeline().below.endswith(" of the step · host to device limited to 2 GB/s")
+    assert "limited" not in timelines(slowed, made()).below  # their names say which of the two is
 
 
 def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():

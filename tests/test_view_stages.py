@@ -39,13 +39,14 @@ def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
 
 
 def test_what_was_offloaded_has_its_links():
-    report = predicted(dp=2, zero_stage=3, offload={"parameters": "nvme", "gradients": "cpu",
-                                                    "optimizer": "nvme"})  # fmt: skip
+    places = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
+    report = predicted(dp=2, zero_stage=3, offload={**places, "bandwidth": {"disk": "50MB"}})
     copied = report.copied("link").set_index("link")["bytes"] / 2
     found = sums(report)
     assert list(found) == ["inside a node", "host to device", "device to host", "disk read",
                            "disk write"]  # fmt: skip
-    assert found["disk read"] == said(copied["disk read"], 2e8)
+    assert found["disk read"] == said(copied["disk read"], 5e7)  # the cluster's disk has 2e8
+    assert report.traffic_chart().below.endswith(" · disk limited to 50 MB/s")
     assert found["host to device"] == said(copied["h2d"], 5e8)
 
 

@@ -119,6 +119,7 @@ def test_run_it_holds_the_disk_down_and_draws_the_replay(widget):
     moved = found.copies[(found.copies["lane"] == "disk") & (found.copies["rank"] == 0)]
     assert found.step_time >= moved[moved["step"] == 1]["bytes"].sum() / SLOWEST
     assert list(dict.fromkeys(chart.table["clock"])) == ["predicted", "replayed"]
+    assert " ms predicted, " in chart.finding and "disk limited to 50 MB/s" in chart.below
     assert curve(widget, "this run", "replayed") == {SLOWEST: pytest.approx(replayed.step_time)}
     rows = {clock.split(" (")[0]: row for clock, row in named(widget).items()}
     for clock, report in (("replayed", replayed), ("measured", found)):
@@ -134,12 +135,9 @@ def test_run_it_holds_the_disk_down_and_draws_the_replay(widget):
         assert widget.set(**old).result is found and widget.state == "done"
 
 
-def test_a_slow_link_to_the_host_is_held_down_too(widget, monkeypatch):
+def test_a_slow_link_to_the_host_is_held_down_too_and_the_hint_says_so(widget, monkeypatch):
     monkeypatch.setattr("paralab.experiment.run", lambda model, plan, **how: plan)
-    plan = widget._measure(widget.set(host=3e8).values)
+    plan = widget._measure(widget.set(host=3e8, ranks=4).values)
     assert plan.tiers.limits == {"disk": 10**9, "h2d": 3 * 10**8, "d2h": 3 * 10**8}
-
-
-def test_the_hint_says_what_run_it_does_to_the_disk(widget):
-    said = widget.set(ranks=4)._status.value
-    assert "3 steps on 4 real processes, with a disk and a host link no faster than the" in said
+    said = "3 steps on 4 real processes, with a disk and a host link no faster than the"
+    assert said in widget._status.value

@@ -206,6 +206,7 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     assert pipeline.state == "idle" and not pipeline._trouble.value
     tensor.set(ranks=64)
     assert "no mode can shard 8 heads and 128 tokens over so many" in tensor._trouble.value
+    assert "work: fewer ranks, more tokens or a larger hidden size" in tensor._trouble.value
     assert tensor._run_button.disabled
     assert tensor.set(ranks=4).error is None and not tensor._run_button.disabled
     tensor.set(mode="3d")  # the other modes are there: it is a note, and the picture stays

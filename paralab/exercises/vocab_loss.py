@@ -38,8 +38,8 @@ def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
         own_logits, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
         for notes, outcome in tries.run(loss_and_back, t, where=f"t={t}"):
-            for limit in (LOSS, GRADIENT):
-                wrong = _wrong(outcome, limit) or first(outcome["changed"]) * (limit == LOSS)
+            for limit, changed in ((LOSS, first(outcome["changed"])), (GRADIENT, "")):
+                wrong = "; ".join(filter(None, (_wrong(outcome, limit), changed)))
                 notes.look(limit, wrong, "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)

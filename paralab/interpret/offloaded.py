@@ -6,6 +6,7 @@ parameters off the device are their own master weights and need no row. In addit
 step count and a norm for each unit.
 
 The update is that of `state.Optimizer`: the same kernels on the same numbers, so the same bits.
+With tensor parallelism units may be others, at whose ends the kernels round in another way.
 """
 
 from __future__ import annotations

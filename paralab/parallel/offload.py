@@ -32,6 +32,7 @@ states for each, N ranks, m micro-batches of b samples of s tokens, l blocks of 
     optimizer      disk   K Psi/N read, K Psi/N written; where parameters live on the device, K is
                           12 in fp32 too, because the host has a copy of them
     activations    d2h    w m l b s h, and as much h2d: the input of every block
+                   disk   in files: as many bytes written, and read again
 
 Every function here moves one kind of state; of the others it knows only the names of their values.
 Lab 09.

@@ -14,7 +14,8 @@ a missing sum, one over a wrong axis, one too early and one too many.
 A gradient also has *contents*: which backwards, by micro-batch, have been added to it. Copies, sums
 and additions pass the contents on. An UPDATE or a NORM needs all contents of its unit, each once: a
 copy made too early misses later backwards, and overlapping summands count twice. Under stages 1 and
-2 of ZeRO each rank updates a shard; the shards have to be gathered before the step is over.
+2 of ZeRO each rank updates a shard; the shards have to be gathered before the step is over. What
+the host updates has to be copied to where it is kept: on the device, or in files.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from paralab.programs.instructions import (
 )
 from paralab.programs.names import Names
 from paralab.programs.program import Program
+from paralab.programs.tiers import rows, tier_of
 
 GRADIENTS = frozenset(("grad", "part", "gshard"))
 NORMS = frozenset(("norm", "host.verdict"))  # the values from which an UPDATE reads the norm
@@ -118,6 +120,7 @@ class Sums:
             raise self.refuse(position, why, "a sum, an ADD or an UPDATE that reads it")
         if self.wrong_contents is not None:
             raise self.wrong_contents
+        self._require_copies()
         for unit, position in self.stale.items():
             why = f"each rank updates its shard of {self.parameters(unit)}, which is never gathered"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' after it, for the next step")
@@ -151,8 +154,22 @@ class Sums:
             self._require_contents(position, ins.reads[0], ins.unit)
             self._require_norm(position, ins)
             self.updated[ins.unit] += 1
-            if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
-                self.stale[ins.unit] = position
+        sharded = self.program.plan.zero_stage in (1, 2) and self.program.shards > 1
+        if sharded and ("shard", ins.unit, 0) in ins.writes:  # an UPDATE's or a COPY's
+            self.stale[ins.unit] = position
+
+    def _require_copies(self) -> None:
+        """What the host updates is copied to where it is kept; delayed parameters a step later."""
+        tiers = self.program.plan.tiers
+        last = {v: position for position, ins in enumerate(self.code) for v in ins.writes}
+        for position, ins in enumerate(self.code):
+            on_host = ins.op == UPDATE and ins.lane == "host"
+            for state in ("shard", "opt")[: 1 + (rows(self.program) > 0)] if on_host else ():
+                home = (tier_of(tiers, state) + state, ins.unit, 0)
+                after = not tiers.delayed or state == "opt"
+                if last.get(home, -1) < position * after:
+                    why = f"what it updates is not copied to {self.names.value(home)}"
+                    raise self.refuse(position, why, f"COPY to {home}{' after it' * after}")
 
     def _require_complete(self, position: int, v: Value) -> None:
         """The instruction at this position needs the sum of ``v`` over all ranks."""

@@ -201,7 +201,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     peak that interpret/memory.py computes from the plan's program, workspace included; and, under
     the name of the report's clock, the bytes of the report. "program" is 0 for a traced function,
     and for a saved report with a block, schedule or passes of the user's own. On a 2D or 2.5D grid
-    it is that of the rank that holds most; others hold up to a few per cent less. A dry run is
+    it is that of the rank that holds most; others hold up to a few per cent less. With tp > 1 a
+    tensor that a message fills may be a buffer in one column, workspace in the other. A dry run is
     computed from the program, so it has one column. Raises ValueError if memory was not sampled.
     """
     import pandas as pd

@@ -9,10 +9,10 @@ flight at once on one lane; boxes that overlap in time are drawn on tracks of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paralab.report.tables import COPY_LANES
+from paralab.report.tables import COPY_LANES, Tables
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import naming, theme
 
@@ -40,6 +40,15 @@ def row(box: Box) -> str:
 def row_name(row: str) -> str:
     """The row in words: the link, the axis of communication, or "compute"."""
     return ROW_NAME.get(row) or theme.text(theme.axis_of(row))
+
+
+def limited(reports: Sequence[Tables]) -> Iterator[str]:
+    """ "disk limited to 20 MB/s": each link that is in use, if all plans limit it alike."""
+    for link in COPY_LANES:
+        tiers = [report.plan.tiers for report in reports if link in set(report.copies["lane"])]
+        limits = {some and some.limits.get(link) for some in tiers}
+        if len(limits) == 1 and (most := limits.pop()):
+            yield f"{ROW_NAME[link]} limited to {theme.in_speed(most)}"
 
 
 def order(row: str) -> tuple[int, str]:

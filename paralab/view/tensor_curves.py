@@ -7,10 +7,9 @@ a is for activations, which grids shard over more ranks. So 1D is best with few 
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from paralab.checks import instance, whole
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.settings import grid
 from paralab.theory.tensor import depth_elements, linear_elements
 from paralab.view.chart import Chart
 from paralab.view.links import Axes, algorithms
@@ -30,14 +29,8 @@ SENT = Axes(
 
 def modes(tp: int) -> list[str]:
     """The modes that are possible with ``tp`` ranks; 2.5D on one grid is 2D and is left out."""
-    possible = []
-    for mode in MODE_NAME:
-        try:
-            _, depth = Plan(tp=tp, tp_mode=mode).tp_grid
-        except ValueError:
-            continue
-        possible += [mode] * (mode != "2.5d" or depth > 1)
-    return possible
+    grids = {mode: grid(tp, mode, None) for mode in MODE_NAME}
+    return [mode for mode, it in grids.items() if it.q and (mode != "2.5d" or it.depth > 1)]
 
 
 def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
@@ -61,5 +54,5 @@ def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
 
 def _elements(model: ModelSpec, tp: int, mode: str, tokens: int) -> float:
     model, plan = model.replace(seq_len=tokens), Plan(tp=tp, tp_mode=mode, microbatch_size=1)
-    layers = ((*linear_elements(model, plan, r), depth_elements(model, plan, r)) for r in PAIR)
-    return float(sum((n for some in layers for n in some), Fraction(0)))
+    each = (sum(linear_elements(model, plan, r)) + depth_elements(model, plan, r) for r in PAIR)
+    return float(sum(each))

@@ -145,13 +145,14 @@ def _gap(sections: list[Section]) -> str:
     predicted = by_clock.pop("predicted", None)
     if predicted is None or len(by_clock) != 1 or not (other := next(iter(by_clock.values()))):
         return ""
-    apart = gap(predicted, other) or "equal"
-    return f" (the prediction is {apart}{' that' * apart.endswith('times')})"
+    apart = gap(predicted, other)
+    return f" (the prediction is {apart}{' that' * apart.endswith(('times', 'of'))})"
 
 
 def gap(predicted: float, actual: float) -> str:
-    """How far a prediction is off: "10 % below", "2.5 times"; "" if it rounds to 0 %."""
+    """How far a prediction is off: "10 % below", "2.5 times", "within 1 % of"."""
     if not 0.5 <= predicted / actual <= 2:
         return f"{predicted / actual:.2g} times"
     off = theme.percent(abs(predicted / actual - 1))
-    return "" if off == theme.percent(0) else f"{off} {'above' if predicted > actual else 'below'}"
+    way = "above" if predicted > actual else "below"
+    return "within 1 % of" if off == theme.percent(0) else f"{off} {way}"

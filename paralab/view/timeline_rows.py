@@ -39,6 +39,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], window: flo
         first = f"the first {sum(map(len, shown)):,} of {len(starts):,} boxes"
         fewer = "; ranks= selects fewer" * any(r.model or r.clock != "predicted" for r in reports)
         remarks.append(f"{first} ({window * 1e3:.1f} ms){fewer}")
+    remarks += lanes.limited(reports)
     remarks += dict.fromkeys(
         f"{ranks} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for ranks, cores in map(facts.shared_cores, reports)

@@ -10,11 +10,13 @@ ports evenly. If they do not, a link between nodes may carry fewer bytes and yet
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
-from paralab.spec import BYTES_PER_ELEMENT, Cluster
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import Part, cells, line, note, upright
@@ -54,18 +56,19 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
-    words = {NAMES[link]: _bar_label(link, flows, report.cluster) for link in links}
+    words = {NAMES[link]: _bar_label(link, flows, report) for link in links}
     timed = report.cluster is not None and bool(links)
     most = max(*tops.values(), optimum or 0.0, 1.0)
     (name, per), end = theme.unit_of(most), (1.42 if alone else 1.7 if timed else 1.3) * most
     place = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
-    borders = " · lines: borders of nodes" * bool(shapes)
-    seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
+    remarks = [f"bytes of one {unit}, without control messages"]
+    remarks += ["lines: borders of nodes"] * bool(shapes)
+    remarks += ["seconds: for the bytes alone, links and ports used evenly"] * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
-        f"bytes of one {unit}, without control messages{borders}{seconds}",
+        " · ".join([*remarks, *lanes.limited([report])]),
         height=170 + ROW * max(3, len(tops)) if alone else max(400, min(40 * n, 560) + 180),
         showlegend=len(kinds) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **place),
@@ -95,10 +98,11 @@ def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
     return theme.text(", ".join(kind)), theme.axis_colour(kind[0])
 
 
-def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
+def _bar_label(link: str, flows: list[tuple], report: Tables) -> str:
     """The words behind a bar: its bytes and, if the cluster states the link, their seconds. The
-    cluster may state another link for a single operation.
+    cluster may state another link for a single operation, and the plan may limit one.
     """
+    cluster, tiers = report.cluster, report.plan.tiers
     parts = [(kind, size) for over, kind, size in flows if over == link]
     text = theme.in_bytes(sum(size for _, size in parts))
     part = link if link in LEVELS else "disk" if link.startswith("disk") else "host"
@@ -108,8 +112,9 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     by_op, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
         share = cluster.ports / cluster.devices_per_node
+    most = tiers.limits.get(link.partition(" ")[0], math.inf) if tiers else math.inf
     ops = [(kind[1] if link in LEVELS else "", n) for kind, n in parts]  # copies have no operation
-    seconds = sum(n / (by_op.get(op, stated).bandwidth * share) for op, n in ops)
+    seconds = sum(n / min(by_op.get(op, stated).bandwidth * share, most) for op, n in ops)
     return f"{text}, {theme.in_seconds(seconds)}"
 
 

@@ -261,7 +261,8 @@ class Tensor(Alternatives):
         if not possible:
             tokens = f"{at.model.heads} heads and {at['tokens']:,} tokens"
             why = f"no mode can shard {tokens} over so many ranks"
-            raise illegal("ranks", at["ranks"], why, "more tokens or a larger hidden size")
+            legal = "fewer ranks, more tokens or a larger hidden size"
+            raise illegal("ranks", at["ranks"], why, legal)
         return possible
 
     def _finding(self, at: At) -> str:

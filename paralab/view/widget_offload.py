@@ -167,12 +167,8 @@ class Offload(Steps):
         work, moved = self._parts(at)
         copy = moved / at["bandwidth"]
         formulas = {"no overlap": work + copy, "full overlap": max(work, copy)}
-        rows = [
-            {
-                "clock": f"formula, {name}",
-                "time per step": f"{seconds * 1e3:.1f} ms",
-                "device computes": f"{100 * work / seconds:.0f} %",
-            }
-            for name, seconds in formulas.items()
-        ]
+        rows = []
+        for name, seconds in formulas.items():
+            cells = f"formula, {name}", f"{seconds * 1e3:.1f} ms", f"{100 * work / seconds:.0f} %"
+            rows.append(dict(zip(("clock", *self.columns), cells, strict=True)))
         return [*rows, *super()._rows(at)]

@@ -7,6 +7,7 @@ slider's speed, below the prediction and on the same time scale. Another speed n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,7 @@ def _kept(report: Tables, category: str) -> str:
 
 
 def _sent(report: Tables) -> str:
-    alone = report.world_size == 1
-    return "0 B" if alone else in_bytes(float(amounts.traffic(report)["bytes"].mean()))
+    return in_bytes(float(amounts.traffic(report)["bytes"].mean()))
 
 
 def step_time(report: Tables) -> str:
@@ -79,10 +79,11 @@ class Steps(Widget):
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
-        two = at.measured and timelines(at.predicted, at.replayed, ranks=ranks)
-        return [
-            counted(two or timeline(at.predicted, ranks=ranks), len(ranks), at.predicted.world_size)
-        ]
+        # One plan: what the run's has in addition are limits, as slow as the prediction's links.
+        predicted = at.measured and replace(at.predicted, plan=at.measured.plan)
+        two = at.measured and timelines(predicted, at.replayed, ranks=ranks)
+        chart = two or timeline(at.predicted, ranks=ranks)
+        return [counted(chart, len(ranks), at.predicted.world_size)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         return [self._row(clock_name(report), report) for report in (at.predicted, *at.runs)]
@@ -91,9 +92,8 @@ class Steps(Widget):
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
 
     def _outcome(self, at: At) -> str:
-        difference = gap(at.predicted.step_time, at.replayed.step_time)
-        word = f"is {difference}" if difference else "equals"
-        return f"the predicted step time {word} the replayed one"
+        apart = gap(at.predicted.step_time, at.replayed.step_time)
+        return f"the predicted step time is {apart} the replayed one"
 
 
 class DataParallel(Steps):
@@ -179,17 +179,13 @@ class Tensor1D(Steps):
     def _rows(self, at: At) -> list[dict[str, str]]:
         """One device, which no link slows down, and the chosen settings."""
         rows = [self._row("1 device, predicted", self._prediction(at.but(ranks=1), "alone"))]
-        if at["ranks"] == 1:
-            return rows
         name = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
         shown = [at.predicted, *at.runs[:1]]
+        if at["ranks"] == 1:
+            name, shown = "1 device", shown[1:]
         return rows + [self._row(f"{name}, {report.clock}", report) for report in shown]
 
     def _outcome(self, at: At) -> str:
         sent = [amounts.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
-        exact = (
-            "the bytes sent are exactly as predicted"
-            if sent[0] == sent[1]
-            else "the bytes sent differ"
-        )
-        return f"{exact}; {super()._outcome(at)}"
+        how = "are exactly as predicted" if sent[0] == sent[1] else "differ"
+        return f"the bytes sent {how}; {super()._outcome(at)}"
