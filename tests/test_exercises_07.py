@@ -120,6 +120,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
            "all logits of a token: m has to be this token's maximum, over all ranks")
           for one, change in (("loss", (", op=dist.ReduceOp.MAX", "")),
                               ("gradient", (LARGEST, "largest = logits.max().expand(n).clone()")))),
+        (loss(("ReduceOp.MAX", "ReduceOp.MIN")), {"loss", "gradient"}, "exp overflows unless the "),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
@@ -130,9 +131,10 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
               ((">= 0", "> 0"), "1 to 255 of its part"),
               (("< width", "<= width"), "0 to 256 of its part"),
               (("< width", "< width - 1"), "0 to 254 of its part"))),
-        (loss(("local.clamp(0, width - 1)", "targets % width"), ("[:, 0] * here", "[:, 0]"),
-              ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
-         ("ranks without the target contribute another logit", "1 is subtracted also on ranks th")),
+        *((loss(("local.clamp(0, width - 1)", read), ("[:, 0] * here", "[:, 0]"),
+                ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
+           ("without the target contribute another logit", "1 is subtracted also on ranks that"))
+          for read in ("targets % width", "local * here")),
         (loss(("local.clamp(0, width - 1)", "targets % width"),
               ("[:, 0] * here", "[:, 0] - largest"), ("(largest + sums", "(sums")), {"loss"},
          "; it is so if ranks without the target contribute another logit"),
