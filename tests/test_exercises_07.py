@@ -99,8 +99,11 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
                     "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
          "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
-        (attention(("triu(1)", "triu(s)")), {"result", "gradients"},
-         "; every token sees those after it"),
+        *((attention(("triu(1)", hidden)), {"result", "gradients"}, f"; {words}")
+          for hidden, words in (
+            ("triu(s)", "every token sees those after it"),
+            ("tril(-1)", "each token sees itself and those after it, required: those before it"),
+            ("tril()", "each token sees those after it alone, and the last sees none: a softmax"))),
         *((attention((SHARE, share)), {"result", "gradients"}, f"; {words}") for share, words in (
             (SHARE.replace("-1", "-2"), "softmax is over queries, required: over keys, the last"),
             (SHARE.replace("-1", "1"), "softmax is over heads, required: over keys, the last"),
