@@ -323,8 +323,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # The formula divides the embedding by $p$ like all other parameters, but the first stage holds all
-# of it, and the last stage a second copy, because it is tied. It leaves out workspace, up to 1.2
-# GB, and counts dropout masks that this model does not have, up to 0.8 GB; the two nearly cancel.
+# of it, and the last stage a second copy, because it is tied. It leaves out workspace, and counts
+# dropout masks that this model does not have; the two nearly cancel.
 #
 # ZeRO divides the optimizer's states by $d$ alone. In `pp 8, tp 8`, with $d = 1$, it divides
 # nothing. That is what [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) met,
