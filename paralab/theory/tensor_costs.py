@@ -1,9 +1,9 @@
 """The published table of the costs of 1D, 2D, 2.5D and 3D tensor parallelism, and its units.
 
-`PRINTED` is the table of Colossal-AI's documentation (ColossalAI, docs/source/en/features,
-1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and backward, on a ring),
-unchanged. Its rows have different units, so they cannot be compared as they are. With square
-matrices, M = K = N and S = M N elements, and P ranks:
+`PRINTED` is its column “Communication (bandwidth)” in Colossal-AI's documentation (ColossalAI,
+docs/source/en/features, 1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and
+backward, on a ring). Its rows have different units, so they cannot be compared as they are. With
+square matrices, M = K = N and S = M N elements, and P ranks:
 
     row     printed                 unit          so elements sent per rank are
     1D      2 (P-1)/P               S             2 (P-1)/P S
@@ -19,27 +19,14 @@ of any shape and is tested against the traffic of real ranks.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
 
 from paralab.spec import Plan
 
-
-class Cost(NamedTuple):
-    """A row as printed: orders of magnitude for forward and backward of one linear layer."""
-
-    processes: str
-    compute: str
-    parameters: str
-    activations: str
-    bandwidth: str
-    latency: str
-
-
 PRINTED = {
-    "1d": Cost("P", "1/P", "1/P", "1", "2(P-1)/P", "2(P-1)"),
-    "2d": Cost("P=q^2", "1/q^2", "1/q^2", "1/q^2", "6(q-1)/q", "6(q-1)"),
-    "2.5d": Cost("P=d q^2", "1/(d q^2)", "1/q^2", "1/(d q^2)", "3(q-1)(d+1)/(d q)", "6(q-1)"),
-    "3d": Cost("P=q^3", "1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
+    "1d": "2(P-1)/P",
+    "2d": "6(q-1)/q",
+    "2.5d": "3(q-1)(d+1)/(d q)",
+    "3d": "6(q-1)/q^3",
 }
 
 

@@ -623,7 +623,7 @@ for mode, printed in tensor_costs.PRINTED.items():
     ours = sum(tensor.linear_elements(square, plan, "proj"))
     ours += tensor.depth_elements(square, plan, "proj")
     rows[mode.upper()] = {
-        "printed": printed.bandwidth,
+        "printed": printed,
         "value": float(tensor_costs.as_printed(mode, 64)),
         "its unit (S)": str(tensor_costs.unit(mode, 64)),
         "left out (S)": float(tensor_costs.left_out(mode, 64)),
