@@ -684,9 +684,6 @@ exercise
 verdict = pl.exercises.mesh_step.check(mesh_step)
 verdict
 
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
-
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Along pp different ranks hold *different* parameters, so squares of the norm are
 # added over pp. Along dp all ranks hold the *same* parameters, so their gradients are averaged
@@ -812,8 +809,8 @@ pl.exercises.place.check(my_planner)
 # ## What to remember
 # 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make
 #    every group, in the same order.
-# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; and a plan loses most by
-#    one or two of these.
+# 2. A step is compute, bubble and exposed communication, and a plan loses most by one or two of
+#    these.
 # 3. States are divided by $p\,t$, and by $d$ only with ZeRO. The inputs that the first stage keeps
 #    are divided by no axis if $m \ge p$, unless sequence parallelism divides them by $t$; tensor
 #    parallelism divides most of the block that is recomputed.
@@ -831,6 +828,10 @@ pl.exercises.place.check(my_planner)
 # | one node does not hold it | tp = node, pp across, dp for the rest |
 # | the batch is small | less pp: the bubble is $(p-1)/m$ |
 # | links between nodes are slow | pp or dp across, never tp |
+#
+# $$ T \approx \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big) + \text{exposed messages} \qquad
+#    M \approx \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big) + \min(p, m)\,\frac{L}{p}\, S
+#    + \text{one block} $$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # torch has the mesh as `DeviceMesh`, and composes by wrapping: `parallelize_module` along `"tp"`,

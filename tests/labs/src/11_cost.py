@@ -125,9 +125,6 @@ exercise
 verdict = pl.exercises.training_cost.check(step_flops, training_days, utilisation)
 verdict
 
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
-
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** With full recomputation a block's forward is made twice and its backward costs
 # two forwards, so a block counts four times and the head three times. Days are tokens times the

@@ -204,9 +204,6 @@ exercise
 
 pl.exercises.rank_sends.check(rank_sends)
 
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
-
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Each axis has one payload and one count: activations, per block and micro-batch;
 # activations, per micro-batch; gradients, once. The first stage differs from one in the middle by
