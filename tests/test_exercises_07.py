@@ -82,6 +82,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
                      "; its part is 46,")),
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS},
          ("t=2: rank 0 holds 92,832 bytes", "; down.weight is a slice, which keeps the whole")),
+        (mlp((LINEAR, "inside"), (" + self.down.bias", "")), {"result"},
+         "the result has shape (2, 24, 120), required: (2, 24, 48)"),
         (mlp(("self.up", "self.first")), {"result"},
          "no parameter up.weight; it has first.weight, "),
     ],
