@@ -90,6 +90,7 @@ TURN = [
     # Python's set of a process's threads is counted as memory once it has 4 KiB.
     (cannon((f"    x, w = {FIRST}", ALL_AT_ONCE)), {"memory"},
      "holds 29,376 bytes in addition to x and w, required: at"),
+    (cannon(("return y", "pass")), {"Y"}, "required: a tensor, yours is None"),
     (cannon((FIRST, "moved(x, w, -i, -j)")), {"Y"}, "; X was moved to the right and W down be"),
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
