@@ -48,6 +48,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "; it is its own term of step 1; it has to keep the sum of step 0, its place in the row"),
     (changed(("return dx, dw", "return dx, dw.t().contiguous()")),
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
+    (changed(("return dx, dw", "return dx")), {"Y"},
+     "required: dX and dW, two blocks; the answer returns a Tensor"),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
 ]  # fmt: skip
 
