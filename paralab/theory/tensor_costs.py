@@ -1,9 +1,9 @@
 """The published table of the costs of 1D, 2D, 2.5D and 3D tensor parallelism, and its units.
 
-`PRINTED` is its column “Communication (bandwidth)” in Colossal-AI's documentation (ColossalAI,
+`PRINTED` is the column “Communication (bandwidth)” of Colossal-AI's documentation (ColossalAI,
 docs/source/en/features, 1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and
-backward, on a ring). Its rows have different units, so they cannot be compared as they are. With
-square matrices, M = K = N and S = M N elements, and P ranks:
+backward, on a ring), unchanged. Its rows have different units, so they cannot be compared as they
+are. With square matrices, M = K = N and S = M N elements, and P ranks:
 
     row     printed                 unit          so elements sent per rank are
     1D      2 (P-1)/P               S             2 (P-1)/P S
@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from paralab.spec import Plan
 
-PRINTED = {
+PRINTED = {  # with P = q^2 in 2D, d q^2 in 2.5D and q^3 in 3D
     "1d": "2(P-1)/P",
     "2d": "6(q-1)/q",
     "2.5d": "3(q-1)(d+1)/(d q)",
@@ -31,7 +31,7 @@ PRINTED = {
 
 
 def as_printed(mode: str, tp: int) -> Fraction:
-    """The number in the bandwidth column for ``tp`` ranks, in the unit of its row.
+    """The number printed for ``tp`` ranks, in the unit of its row.
 
     Raises ValueError where ``tp`` ranks form no grid of this mode.
     """
