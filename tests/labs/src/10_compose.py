@@ -671,6 +671,7 @@ times.reveal(by_axis["ZeRO-3"]["dp"] / by_axis["ZeRO-1"]["dp"])
 # You have the groups. Now write the step in plain PyTorch, with the detail that goes wrong most
 # often when axes are composed: the norm by which gradients are clipped. No parameter is on two
 # stages (`tied=False`), and an epsilon of 1e-6 in the clipping factor is accepted.
+# `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.mesh_step
@@ -829,9 +830,9 @@ pl.exercises.place.check(my_planner)
 # | the batch is small | less pp: the bubble is $(p-1)/m$ |
 # | links between nodes are slow | pp or dp across, never tp |
 #
-# $$ T \approx \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big) + \text{exposed messages} \qquad
-#    M \approx \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big) + \min(p, m)\,\frac{L}{p}\, S
-#    + \text{one block} $$
+# $$\begin{aligned} T &\approx \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big)
+#    + \text{exposed communication} \\ M &\approx \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
+#    + \min(p, m)\,\frac{L}{p}\,S + \text{one block, with ZeRO-1} \end{aligned}$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # torch has the mesh as `DeviceMesh`, and composes by wrapping: `parallelize_module` along `"tp"`,

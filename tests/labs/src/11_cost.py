@@ -111,7 +111,7 @@ estimate.reveal(round(D / (samples * s) * T / 86_400))
 # You have all that you need for the count. The last function tells MFU from *hardware FLOPs
 # utilisation* (HFU, [Korthikanti et al.](https://arxiv.org/abs/2205.05198), sec. 6.3): HFU counts
 # the FLOPs that the devices make, recomputed ones included, and MFU only those that the model
-# needs.
+# needs. `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.training_cost

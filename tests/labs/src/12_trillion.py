@@ -191,7 +191,7 @@ program.filter(op=("all_reduce", "send"), microbatch=0)
 # %% [markdown]
 # ## Implement: the bytes of any rank, axis by axis
 # You can count the calls in this list. The exercise asks for the same on any rank but those of the
-# last stage, with and without recomputation.
+# last stage, with and without recomputation. `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.rank_sends
@@ -437,15 +437,15 @@ pd.DataFrame(rows).T
 most_days.reveal(
     3,
     "Recomputing nothing saves 18 days, and does not fit. It computes less than the second row and "
-    "is slower all the same, because the second row has sequence parallelism. With that it is the "
-    "faster one, and needs 83 GB. (ZeRO-1 in addition saves about as many as in its row, so that "
-    "it fits, but not with the masks of the authors' dropout.)",
+    "is slower all the same, because the second row has sequence parallelism. With that, too, "
+    "recomputing nothing is faster, and needs 83 GB. (With ZeRO-1 in addition it fits, but not "
+    "with the masks of the authors' dropout.)",
 )
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, where messages between stages are sent whole and 1F1B's
-# ranks wait for them more often; with scatter/gather both are as fast. But GPipe keeps all 512
-# micro-batches and does not fit. ZeRO-1 sends the same bytes as data parallelism, half of them,
+# ranks wait for them more often; with scatter/gather both take equally long. But GPipe keeps all
+# 512 micro-batches and does not fit. ZeRO-1 sends the same bytes as data parallelism, half of them,
 # the all-gather of the weights, only after the optimizer's step. They are so few that the step
 # takes no longer, and a rank holds 22 GB less, because six ranks share the optimizer states. Since
 # [30 August 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM can compute
