@@ -82,6 +82,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
                      "; its part is 46,")),
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS},
          ("t=2: rank 0 holds 92,832 bytes", "; down.weight is a slice, which keeps the whole")),
+        (mlp((LINEAR, "inside"), (" + self.down.bias", "")), {"result"},
+         "the result has shape (2, 24, 120), required: (2, 24, 48)"),
         (mlp(("self.up", "self.first")), {"result"},
          "no parameter up.weight; it has first.weight, "),
     ],
@@ -99,8 +101,11 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
                     "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
          "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
-        (attention(("triu(1)", "triu(s)")), {"result", "gradients"},
-         "; every token sees those after it"),
+        *((attention(("triu(1)", hidden)), {"result", "gradients"}, f"; {words}")
+          for hidden, words in (
+            ("triu(s)", "every token sees those after it"),
+            ("tril(-1)", "each token sees itself and those after it, required: those before it"),
+            ("tril()", "each token sees those after it alone, and the last sees none: a softmax"))),
         *((attention((SHARE, share)), {"result", "gradients"}, f"; {words}") for share, words in (
             (SHARE.replace("-1", "-2"), "softmax is over queries, required: over keys, the last"),
             (SHARE.replace("-1", "1"), "softmax is over heads, required: over keys, the last"),
@@ -120,6 +125,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
            "all logits of a token: m has to be this token's maximum, over all ranks")
           for one, change in (("loss", (", op=dist.ReduceOp.MAX", "")),
                               ("gradient", (LARGEST, "largest = logits.max().expand(n).clone()")))),
+        (loss(("ReduceOp.MAX", "ReduceOp.MIN")), {"loss", "gradient"}, "exp overflows unless the "),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
@@ -130,9 +136,10 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
               ((">= 0", "> 0"), "1 to 255 of its part"),
               (("< width", "<= width"), "0 to 256 of its part"),
               (("< width", "< width - 1"), "0 to 254 of its part"))),
-        (loss(("local.clamp(0, width - 1)", "targets % width"), ("[:, 0] * here", "[:, 0]"),
-              ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
-         ("ranks without the target contribute another logit", "1 is subtracted also on ranks th")),
+        *((loss(("local.clamp(0, width - 1)", read), ("[:, 0] * here", "[:, 0]"),
+                ("-= here.to(share.dtype)", "-= 1")), {"loss", "gradient"},
+           ("without the target contribute another logit", "1 is subtracted also on ranks that"))
+          for read in ("targets % width", "local * here")),
         (loss(("local.clamp(0, width - 1)", "targets % width"),
               ("[:, 0] * here", "[:, 0] - largest"), ("(largest + sums", "(sums")), {"loss"},
          "; it is so if ranks without the target contribute another logit"),

@@ -48,6 +48,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "; it is its own term of step 1; it has to keep the sum of step 0, its place in the row"),
     (changed(("return dx, dw", "return dx, dw.t().contiguous()")),
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
+    (changed(("return dx, dw", "return dx")), {"Y"},
+     "required: dX and dW, two blocks; the answer returns a Tensor"),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
 ]  # fmt: skip
 
@@ -90,6 +92,7 @@ TURN = [
     # Python's set of a process's threads is counted as memory once it has 4 KiB.
     (cannon((f"    x, w = {FIRST}", ALL_AT_ONCE)), {"memory"},
      "holds 29,376 bytes in addition to x and w, required: at"),
+    (cannon(("return y", "pass")), {"Y"}, "required: a tensor, yours is None"),
     (cannon((FIRST, "moved(x, w, -i, -j)")), {"Y"}, "; X was moved to the right and W down be"),
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",

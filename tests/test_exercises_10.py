@@ -62,7 +62,7 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
      "rank 1 makes the same groups in another order than rank 0"),
     ([("return where, groups", "return tuple(where.values()), groups")], {mesh.PLACE},
      "raised ValueError: required: (where, groups), two dicts; the answer returns a tuple "
-     "and a dict"),
+     "of length 3 and a dict"),
     ([("new_group(ranks)", "new_group([one + 1 for one in ranks])")], {mesh.PLACE},
      "new_group([4, 8]): a group has one or more of the ranks 0 to 7"),
     ([("dist.get_rank()", "0")], {mesh.PLACE, mesh.MEMBERS},

@@ -119,6 +119,8 @@ def test_every_step_of_summa_adds_the_product_of_what_is_sent(plan):
     steps = matrix_steps.summa(plan)
     assert len(steps) == q
     for number, step in enumerate(steps):
+        said = view.multiplication(plan, step=number).layout.title.text
+        assert ("grey:" in said) == any(len(c.ranks) > 1 for c in step.cells)
         added = terms_of(step, plan)
         for cell in (c for c in step.cells if c.matrix == "Y"):
             shown = cell.label.replace("<b>", "").replace("</b>", "").split("<br>+ ")

@@ -15,7 +15,7 @@ from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, np, torch
-from paralab.exercises.questions import kind_of
+from paralab.exercises.questions import two
 from paralab.exercises.summa import CROSS, SCALARS, SHAPES, blocks, grid_name, products, wrong_block
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
@@ -69,12 +69,8 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     """What every rank runs: the members of both groups, and a sum of ranks over each."""
     groups = answer[0](q)
     watch.calls.agree()  # else the sums would hang if a rank makes one more group
-    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
-        what = kind_of(groups)
-        what += f" of length {len(groups)}" if isinstance(groups, (tuple, list)) else ""
-        raise ValueError(f"required: a row and a column, two groups; the answer returns {what}")
     result: dict[str, Any] = {"sums": []}
-    for name, group in zip(GROUPS, groups, strict=True):
+    for name, group in zip(GROUPS, two(groups, "a row and a column, two groups"), strict=True):
         if not isinstance(group, dist.ProcessGroup):
             other = group == dist.GroupMember.NON_GROUP_MEMBER
             what = "a group of which this rank is no member" if other else shown(group)

@@ -56,22 +56,24 @@ def attention(
     *,
     scale: float = WIDTH,
     sees: int = 1,
+    later: bool = False,
     order: str = "qkv",
     reshaped: str = "",
     hide: float | None = -math.inf,
     axis: int = -1,
 ) -> Any:
     """Causal attention, of as many heads as qkv has outputs for. For known mistakes: the square of
-    the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for,
-    where heads are reshaped, not transposed: "before" attention, "after" it, or both; the score of
-    hidden tokens, or None if they are hidden after softmax alone; the axis of softmax.
+    the scores' divisor; how many tokens token i sees from i on, or whether it sees the others alone
+    (later); what qkv's output is taken for; where heads are reshaped, not transposed: "before"
+    attention, "after" it, or both; the score of hidden tokens, or None if they are hidden after
+    softmax alone; the axis of softmax.
     """
     tokens = w["x"].shape[1]
     by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH).transpose(1, 2)
     right = by_head.transpose(2, 3)  # (B, 3, a, s, d)
     parts = by_head.reshape(right.shape) if "before" in reshaped else right
     q, k, v = (parts[:, order.index(one)] for one in "qkv")
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees) ^ later
     scores = q @ k.mT / scale**0.5
     share = (scores if hide is None else scores.masked_fill(hidden, hide)).softmax(axis)
     mixed = (share.masked_fill(hidden, 0) if hide is None else share) @ v
@@ -195,6 +197,10 @@ def _wrong_layers(pair: Pair, w: Arrays, parts: list[Arrays]) -> Iterator[tuple[
     yield "every token sees those after it", parts, {"sees": SEQ}
     yield "every token sees the one after it", parts, {"sees": 2}
     yield "no token sees itself, and the first sees none: a softmax of nothing", parts, {"sees": 0}
+    words = "each token sees itself and those after it, required: those before it and itself"
+    yield words, parts, {"sees": 0, "later": True}
+    words = "each token sees those after it alone, and the last sees none: a softmax of nothing"
+    yield words, parts, {"later": True}
     yield "tokens are hidden after softmax, required: before it", parts, {"hide": None}
     yield "hidden tokens have the score 0, required: -inf", parts, {"hide": 0}
     for axis, over in ((1, "heads"), (2, "queries")):

@@ -57,7 +57,6 @@ class Reply(NamedTuple):
         numbers, wrong = self.value, self.trouble
         if not wrong and not (isinstance(numbers, (list, tuple)) and len(numbers) == len(right)):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(numbers)}"
-            wrong += f" of length {len(numbers)}" if isinstance(numbers, (list, tuple)) else ""
         for position, (limit, (size, known)) in enumerate(right.items()):
             others = (pair for pair in right.items() if pair[0] != limit)
             known = *known, *((f"that is the number for {name}", n) for name, (n, _) in others)
@@ -191,7 +190,15 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "None"
     name = value.type if isinstance(value, Opaque) else type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    length = f" of length {len(value)}" if isinstance(value, (list, tuple)) else ""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{length}"
+
+
+def two(pair: Any, required: str) -> Any:
+    """The pair that an answer returned. Raises ValueError if it is none."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"required: {required}; the answer returns {kind_of(pair)}")
+    return pair
 
 
 # ---- numbers that are wrong ----------------------------------------------------------------------

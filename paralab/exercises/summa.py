@@ -20,6 +20,7 @@ from typing import Any
 from paralab.exercises.diagnose import Known, first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, np, torch, watched
+from paralab.exercises.questions import two
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import as_many, first
 
@@ -98,7 +99,8 @@ def products(
         result["peak"].append(section.peak)
         if backward:
             watch.label = BACKWARD
-            made["dx"], made["dw"] = backward(x, w, dy)
+            what = "dX and dW, two blocks"
+            made |= zip(("dx", "dw"), two(backward(x, w, dy), what), strict=True)
         for name, block in made.items():
             result[name].append(watched.array(block))
         del x, w, dy, made, block, lent  # so that the next case does not count them

@@ -67,6 +67,8 @@ def forward_and_back(
     watch.label = FORWARD
     z = module(x)
     result = {"z": watched.array(z)}
+    if z.shape != x.shape:
+        raise ValueError(f"the result has shape {tuple(z.shape)}, required: {tuple(x.shape)}")
     watch.label = BACKWARD
     residual = given["grad"]  # the gradient of the other use of x in a block, x + mlp(x)
     torch.autograd.backward([z, x.view_as(x)], [residual.clone(), residual.clone()])

@@ -172,7 +172,7 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         yield f"the factor {share} is missing", size * n / (n - 1)
         a = share[-1]
         yield f"each of the 2 ({a}-1) steps of a ring sends a {a}-th of the tensor", size * n
-        yield "that is half of an all-reduce" + f", or {a_number}" * (w == 4), size / 2
+        yield f"that is half of an all-reduce, or {a_number}", size / 2
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch

@@ -20,7 +20,7 @@ from paralab.exercises.verdict import first
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
 LARGE = 200.0  # added to every logit of a third of the tokens
-ALONE = 90.0  # one logit of another third of the tokens: exp(90) overflows, exp(-90) is above 0
+ALONE = 100.0  # a lone logit of another third: exp(100 - 9) overflows, exp(9 - 100) is above 0
 COPIES, SCALARS = 5, 6 * 8 * TOKENS  # copies of the rank's logits; bytes of a few numbers per token
 
 REQUIRED = {
@@ -112,7 +112,7 @@ def _wrong(outcome: Outcome, limit: str) -> str:
         own = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)[rank]
         yield "it is the softmax, from which no target is subtracted", own
         yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
-        for place in (local.clip(0, width - 1), targets % width):
+        for place in _read_instead(local, width):
             on_all = own.copy()
             on_all[np.arange(TOKENS), place] -= 1 / TOKENS
             yield "1 is subtracted also on ranks that do not have the target", on_all
@@ -128,18 +128,23 @@ def _wrong(outcome: Outcome, limit: str) -> str:
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
+def _read_instead(local: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+    """Entries of its part that a rank may read for a target which it does not have."""
+    return local.clip(0, width - 1), local % width, local * (local // width == 0)
+
+
 def _known_losses(
     logits: np.ndarray, targets: np.ndarray, rank: int, t: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(words, loss) if one of the three numbers is not computed over all ranks."""
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
     local = targets[:, None] - width * np.arange(t)  # (n, t)
-    read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
-    all_read = read.sum(1), z[np.arange(TOKENS), :, targets % width].sum(1)
+    places = _read_instead(local, width)
+    reads = [np.take_along_axis(z, place[:, :, None], axis=2)[:, :, 0] for place in places]
 
     def taken(low: int, high: int) -> np.ndarray:
         """The sum of the target's logits of the ranks in whose part it is, from low to high."""
-        return (read * ((local >= low) & (local < high))).sum(1)
+        return (reads[0] * ((local >= low) & (local < high))).sum(1)
 
     maxima, target = z.max(2), taken(0, width)
     largest = maxima.max(1)
@@ -157,7 +162,7 @@ def _known_losses(
         ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
         ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        *((another, whole - one + n * largest) for one in all_read for n in (0, t - 1)),
+        *((another, whole - one.sum(1) + n * largest) for one in reads for n in (0, t - 1)),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):

@@ -148,7 +148,8 @@ def run_answers(
 def array(value: Any) -> Any:
     """A NumPy copy of a tensor, for the verdict. Raises TypeError for anything else."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
+        what = "None" if value is None else f"of type {type(value).__name__}"
+        raise TypeError(f"required: a tensor, yours is {what}")
     return as_numpy(value)
 
 

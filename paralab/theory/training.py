@@ -44,7 +44,6 @@ class Cost(NamedTuple):
     state_bytes      bytes of one whole copy of the model states, 18 per parameter ("megatron-bf16")
     fewest_devices   devices of 80 GB that together hold these states, and nothing else
     saved_bytes      bytes of a checkpoint to resume from
-    flops            FLOPs of the whole training, with recomputation
     days             from the first step to the last
     device_hours     hours of all devices together
     energy           joules, or None if no power was stated
@@ -54,7 +53,6 @@ class Cost(NamedTuple):
     state_bytes: int
     fewest_devices: int
     saved_bytes: int
-    flops: float
     days: float
     device_hours: float
     energy: float | None
@@ -117,7 +115,6 @@ def training_cost(
         state_bytes=states,
         fewest_devices=needs.devices_for(states, 80 * 10**9),
         saved_bytes=SAVED_BYTES * model.num_params,
-        flops=seconds * flops,
         days=days,
         device_hours=seconds / 3600,
         energy=None if watts is None else seconds * real("watts", watts, above=0.0),

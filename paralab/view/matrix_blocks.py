@@ -29,7 +29,6 @@ NAMES = ("X", "W", "Y")
 SIDES = ("tokens × in", "in × out", "tokens × out")  # rows × columns of X, W and Y
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, between two blocks; in sides of a matrix
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
-GREY = "; grey: held by several ranks"
 MODE_NAME = {"1d": "1D", "2d": "2D", "2.5d": "2.5D", "3d": "3D"}
 
 
@@ -79,7 +78,6 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     parallel = ", sequence parallel," * plan.sequence_parallel
     title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before communication, Y after it · one colour per rank"
-    below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{title}: {finding(cells)}", below)
     return fig.tabled((COLUMNS, table(cells)))
 
@@ -152,6 +150,7 @@ def picture(cells: Sequence[Block], title: str, below: str, arrows: Sequence = (
             notes.append(note("×="[number - 1], x - (PITCH - 1) / 2, 0.5, size=26))
     marks += [mark for cell in cells for mark in _marks(cell)]
     notes += [arrow(*ends, ink=theme.axis_colour("tp"), arrowsize=1.1) for ends in arrows]
+    below += "; grey: held by several ranks" * any(len(cell.ranks) > 1 for cell in cells)
     size = {"height": 410, "x": (-0.04, 2 * PITCH + 1.04), "y": (-0.15, 1.03)}
     return drawn(theme.text(title), below, marks, notes, **size)
 

@@ -20,7 +20,6 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import (
     COLUMNS,
-    GREY,
     Block,
     check,
     held,
@@ -30,7 +29,6 @@ from paralab.view.matrix_blocks import (
 )
 
 LOW = "₀₁"  # a grid of at most eight ranks is 2 × 2
-COLOUR = f"colour: the rank that holds a block{GREY}"
 
 
 class Step(NamedTuple):
@@ -60,9 +58,10 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
     q, depth = plan.tp_grid
     grids = f"{depth} grids of " * (depth > 1)
-    below = f"SUMMA on {grids}{q} × {q} ranks · {COLOUR}; arrows: broadcasts"
+    what = f"SUMMA on {grids}{q} × {q} ranks · arrows: broadcasts"
     if plan.tp_mode == "3d":
-        below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
+        what = f"a cube of {q} × {q} × {q} ranks"
+    below = f"{what} · colour: the rank that holds a block"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
     fig, shown = pictures[step or 0], range(len(steps)) if step is None else (step,)
     if step is None:

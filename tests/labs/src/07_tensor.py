@@ -356,7 +356,7 @@ pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
 view.timelines(report.replay(), ranks=[0])
 
 # %% [markdown]
-# In the hatched gaps the rank waits. The eighth, short message of forward is the loss's all-gather,
+# In the hatched gaps the rank waits. The eighth message of forward is small: the loss's all-gather,
 # of two numbers per token. It is sent within the instruction that computes the loss, so the program
 # has no line for it. Each of a block's four all-reduces has b s h elements. Per rank and block they
 # send

@@ -601,8 +601,8 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 # has a page on high dimension tensor parallelism, with 2D and 3D slices for its Ascend devices. So
 # why learn it? SUMMA and Cannon's algorithm are how large matrix products are distributed in
 # scientific computing, the rows and columns of a grid are the process groups of every multi-axis
-# plan (lab 10), and the argument of the crossover decides every question of the kind “send weights
-# or send activations”.
+# plan (lab 10), and the argument of the crossover decides whenever one can send either weights or
+# activations.
 #
 # ## A published table in one unit
 # The documentation of Colossal-AI prints the costs of a linear layer for
@@ -711,11 +711,12 @@ pl.exercises.cannon.check(cannon)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** After the first move rank (i, j) has $X_{i,i+j}$ and $W_{i+j,j}$, which have the
-# same l, and every move keeps it so. A rank sends q blocks of X and q of W at most, (q−1)(1 + 1/q)
-# (MK + KN) elements in all: slightly more than SUMMA, in messages that, after the first move, use
-# one link each. **Common mistakes**: no first move, or one of the two matrices only; X and W moving
-# in opposite senses; receiving into the tensor that is being sent; a last move that no rank needs.
-# **A second solution** moves one matrix at a time on rings:
+# same l, and every move keeps it so. A rank sends q blocks of X and q of W at most, and all ranks
+# together (q−1)(1 + 1/q)(MK + KN) elements: half as many again as SUMMA for q = 2, and hardly more
+# for a large q. After the first move every message uses one link. **Common mistakes**: no first
+# move, or one of the two matrices only; X and W moving in opposite senses; receiving into the
+# tensor that is being sent; a last move that no rank needs. **A second solution** moves one matrix
+# at a time on rings:
 
 # %% tags=["solution-only"]
 ### ANSWER: cannon_other

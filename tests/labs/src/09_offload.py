@@ -104,10 +104,10 @@ guess
 # %% [markdown]
 # ## Five trainings, three tiers
 # `offload="cpu"` moves what the ZeRO stage shards, with one rank as well: stage 1 the optimizer
-# states, stage 2 gradients too, stage 3 parameters too. `offload="nvme"` writes optimizer states
-# and parameters to files. Device, host and files are the three *tiers*. On a laptop the device's
-# memory and the host's are the same chips. The ledger keeps them apart: it counts the device's
-# bytes and, with `memory_limit`, bounds them. Copies and files are real.
+# states, stage 2 gradients too, stage 3 parameters too. Of these `offload="nvme"` writes optimizer
+# states and parameters to files. Device, host and files are the three *tiers*. On a laptop the
+# device's memory and the host's are the same chips. The ledger keeps them apart: it counts the
+# device's bytes and, with `memory_limit`, bounds them. Copies and files are real.
 
 # %%
 plans = {

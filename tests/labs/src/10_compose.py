@@ -323,8 +323,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # The formula divides the embedding by $p$ like all other parameters, but the first stage holds all
-# of it, and the last stage a second copy, because it is tied. It leaves out workspace, up to 1.2
-# GB, and counts dropout masks that this model does not have, up to 0.8 GB; the two nearly cancel.
+# of it, and the last stage a second copy, because it is tied. It leaves out workspace, and counts
+# dropout masks that this model does not have; the two nearly cancel.
 #
 # ZeRO divides the optimizer's states by $d$ alone. In `pp 8, tp 8`, with $d = 1$, it divides
 # nothing. That is what [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) met,
@@ -671,6 +671,7 @@ times.reveal(by_axis["ZeRO-3"]["dp"] / by_axis["ZeRO-1"]["dp"])
 # You have the groups. Now write the step in plain PyTorch, with the detail that goes wrong most
 # often when axes are composed: the norm by which gradients are clipped. No parameter is on two
 # stages (`tied=False`), and an epsilon of 1e-6 in the clipping factor is accepted.
+# `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.mesh_step
@@ -683,9 +684,6 @@ exercise
 
 verdict = pl.exercises.mesh_step.check(mesh_step)
 verdict
-
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Along pp different ranks hold *different* parameters, so squares of the norm are
@@ -812,8 +810,8 @@ pl.exercises.place.check(my_planner)
 # ## What to remember
 # 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make
 #    every group, in the same order.
-# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; and a plan loses most by
-#    one or two of these.
+# 2. A step is compute, bubble and exposed communication, and a plan loses most by one or two of
+#    these.
 # 3. States are divided by $p\,t$, and by $d$ only with ZeRO. The inputs that the first stage keeps
 #    are divided by no axis if $m \ge p$, unless sequence parallelism divides them by $t$; tensor
 #    parallelism divides most of the block that is recomputed.
@@ -831,6 +829,10 @@ pl.exercises.place.check(my_planner)
 # | one node does not hold it | tp = node, pp across, dp for the rest |
 # | the batch is small | less pp: the bubble is $(p-1)/m$ |
 # | links between nodes are slow | pp or dp across, never tp |
+#
+# $$\begin{aligned} T &\approx \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big)
+#    + \text{exposed communication} \\ M &\approx \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
+#    + \min(p, m)\,\frac{L}{p}\,S + \text{one block, with ZeRO-1} \end{aligned}$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # torch has the mesh as `DeviceMesh`, and composes by wrapping: `parallelize_module` along `"tp"`,

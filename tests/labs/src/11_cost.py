@@ -111,7 +111,7 @@ estimate.reveal(round(D / (samples * s) * T / 86_400))
 # You have all that you need for the count. The last function tells MFU from *hardware FLOPs
 # utilisation* (HFU, [Korthikanti et al.](https://arxiv.org/abs/2205.05198), sec. 6.3): HFU counts
 # the FLOPs that the devices make, recomputed ones included, and MFU only those that the model
-# needs.
+# needs. `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.training_cost
@@ -124,9 +124,6 @@ exercise
 
 verdict = pl.exercises.training_cost.check(step_flops, training_days, utilisation)
 verdict
-
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** With full recomputation a block's forward is made twice and its backward costs
@@ -400,9 +397,9 @@ second.reveal(2, "DDP copies gradients into buckets; the library's gradients are
 # consists of matrix products at the measured rate. The rest of a step is slower products,
 # LayerNorms, GELU, softmax, copies, the fixed cost of each operation, and the wait for the
 # all-reduce. Your functions count FLOPs by formula for both runs. As counted above, PyTorch's
-# second forward leaves out the last product of each block: 7.5 % of this model's $C_\text{hw}$. So
-# the HFU of PyTorch's run is 8 % too high. The two runs also differ in the code that calls the
-# products, so they do not take the same time.
+# second forward leaves out the last product of each block: $8h / (96h + 16s + 6V/L)$ of
+# $C_\text{hw}$, 7.5 % with this model. So the HFU of PyTorch's run is 8 % too high. The two runs
+# also differ in the code that calls the products, so they do not take the same time.
 #
 # ## Days are tokens times FLOPs per token over what all devices do
 # The warm-up had the seconds of a step. Before a training they are not known, but they follow from
@@ -627,15 +624,15 @@ largest.reveal(
 )
 
 # %% [markdown]
-# The largest loss is inside the devices. It is the time for reading and writing memory; by the
-# same prediction the operands of products take 9 of its 15 seconds. Most of it would be there
-# without parallelism, too. Tensor parallelism without sequence parallelism adds about 4 seconds:
-# each of the eight ranks computes norms and dropout of all tokens, and products that are cut into
-# narrow parts read more per FLOP. The second largest loss is the bubble, here relative to the
-# ideal time, $(p-1)/m$. Next are the products, which stay below the peak even where they are
-# large, then the links and the optimizer. The smallest part is the wait for the last stage, which
-# computes the head in addition to its blocks. The measured step is five seconds longer than the
-# prediction, because the prediction does not know everything that devices spend time on.
+# The largest loss is inside the devices. It is the time for reading and writing memory, most of it
+# for the operands of products. The greater part would be there without parallelism, too. Tensor
+# parallelism without sequence parallelism adds the rest: each of the eight ranks computes norms and
+# dropout of all tokens, and products that are cut into narrow parts read more per FLOP. The second
+# largest loss is the bubble, here relative to the ideal time, $(p-1)/m$. Next are the products,
+# which stay below the peak even where they are large, then the links and the optimizer. The
+# smallest part is the wait for the last stage, which computes the head in addition to its blocks.
+# The measured step is five seconds longer than the prediction, because the prediction does not know
+# everything that devices spend time on.
 #
 # ## What would your model cost?
 # The cell after the next one prices a training of 6.6 billion parameters on $2 \cdot 10^{12}$

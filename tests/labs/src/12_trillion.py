@@ -191,7 +191,7 @@ program.filter(op=("all_reduce", "send"), microbatch=0)
 # %% [markdown]
 # ## Implement: the bytes of any rank, axis by axis
 # You can count the calls in this list. The exercise asks for the same on any rank but those of the
-# last stage, with and without recomputation.
+# last stage, with and without recomputation. `exercise.hint()` gives one hint at a time.
 
 # %%
 exercise = pl.exercises.rank_sends
@@ -203,9 +203,6 @@ exercise
 
 
 pl.exercises.rank_sends.check(rank_sends)
-
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Each axis has one payload and one count: activations, per block and micro-batch;
@@ -327,10 +324,10 @@ longer.reveal(level["intra"] / nodes.intra.bandwidth / (level["inter"] / nodes.i
 # sums gradients after the last backward; here each bucket leaves as soon as it is complete. The
 # script sends activations between stages in eighths (*scatter/gather*); here they are sent whole,
 # and a step takes 2 % longer. The script has dropout, and this model has none: dropout makes a step
-# 2 % longer, and its masks would add tens of GB to every plan that keeps the scores of attention.
-# As in Megatron-LM then, a rank waits for tensor parallelism's messages as soon as they are posted
-# (`tp_overlap=False`). (Lab 11's plan has both scatter/gather and dropout. The two nearly cancel,
-# so its step is about as long.)
+# a little longer, and its masks would take much memory in every plan that keeps the scores of
+# attention. As in Megatron-LM then, a rank waits for tensor parallelism's messages as soon as they
+# are posted (`tp_overlap=False`). (Lab 11's plan has both scatter/gather and dropout. The two
+# nearly cancel, so its step is about as long.)
 #
 # By the formula $\frac{p-1}{m+p-1}$ the bubble of 64 stages and 512 micro-batches is 11 % of the
 # step. The formula assumes that all stages are equally fast and that messages take no time. Here
@@ -416,10 +413,10 @@ changes = {
     "the plan above": {},
     "selective, sequence parallel": {"recompute": "selective", "sequence_parallel": True},
     "two chunks per rank": {"schedule": "interleaved", "virtual_stages": 2},
-    "scatter/gather": {"partition_messages": True},
     "tp overlapped": {"tp_overlap": True},
     "ZeRO-1": {"zero_stage": 1},
     "nothing recomputed": {"recompute": "none"},
+    "the same, sequence parallel": {"recompute": "none", "sequence_parallel": True},
     "GPipe": {"schedule": "gpipe"},
     "tp=16, over two nodes": {"tp": 16, "pp": 32},
 }
@@ -440,15 +437,15 @@ pd.DataFrame(rows).T
 most_days.reveal(
     3,
     "Recomputing nothing saves 18 days, and does not fit. It computes less than the second row and "
-    "is slower all the same, because the second row has sequence parallelism: with that, "
-    "recomputing nothing would take 60 days and 83 GB. (With ZeRO-1 in addition it would need "
-    "61 GB and fit; with the authors' dropout, 96 GB.)",
+    "is slower all the same, because the second row has sequence parallelism. With that, too, "
+    "recomputing nothing is faster, and needs 83 GB. (With ZeRO-1 in addition it fits, but not "
+    "with the masks of the authors' dropout.)",
 )
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, where messages between stages are sent whole and 1F1B's
-# ranks wait for them more often; with scatter/gather both take 95 to 96 s. But GPipe keeps all 512
-# micro-batches and does not fit. ZeRO-1 sends the same bytes as data parallelism, half of them,
+# ranks wait for them more often; with scatter/gather both take equally long. But GPipe keeps all
+# 512 micro-batches and does not fit. ZeRO-1 sends the same bytes as data parallelism, half of them,
 # the all-gather of the weights, only after the optimizer's step. They are so few that the step
 # takes no longer, and a rank holds 22 GB less, because six ranks share the optimizer states. Since
 # [30 August 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM can compute
