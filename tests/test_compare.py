@@ -9,6 +9,7 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.predict import predict
+from paralab.parallel.data_parallel import overlapped
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import COLUMNS, compare
 from paralab.theory.pipeline import simulate
@@ -101,13 +102,21 @@ def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
     assert "backward" not in compare(predicted(), as_measured(predicted(), cost=1.01)).notes
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_overlap_says_what_it_hides_and_the_others_that_nothing_does(form):
-    expect = predicted(form=form)
+AFTER = "% of the communication: {} gradient sync starts after the backward, so "
+HIDES = [
+    ("naive", (), f"hides 0 {AFTER.format('naive')}nothing hides it."),
+    ("bucketed", (), f"{AFTER.format('bucketed')}only updates of earlier buckets hide any of it."),
+    ("overlapped", (), "; ranks wait for the rest."),
+    (None, (lambda own: own.replace(overlapped(own.code)),), "; ranks wait for the rest."),
+]
+
+
+@pytest.mark.parametrize(("form", "passes", "said"), HIDES)
+def test_the_note_on_hidden_communication_says_what_hides_it(form, passes, said):
+    plan = pl.Plan(dp=2, grad_sync=form, passes=passes, bucket_bytes=20_000)
+    expect = predict(MODEL, plan, CLUSTER)
     note = compare(expect, as_measured(expect)).notes["exposed communication"]
-    assert "computation hides" in note
-    for words in (f"{form} gradient sync", "nothing hides it"):
-        assert (words in note) == (form != "overlapped")
+    assert note.endswith(said) and ("hides 0 %" in note) == (form == "naive")
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])

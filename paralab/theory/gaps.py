@@ -153,7 +153,7 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
 def _hides(plan: Plan) -> str:
     """The end of the sentence on hidden communication: what the plan overlaps it with."""
     if plan.tp > 1:
-        return ": a layer cannot begin before the messages of the previous layer have arrived."
+        return ". A layer cannot begin before the messages of the previous layer have arrived."
     if plan.zero_stage == 3:
         ahead = f"up to {count_of(plan.prefetch, 'unit')} ahead of their use"
         gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
@@ -163,9 +163,11 @@ def _hides(plan: Plan) -> str:
             ". Gradients are reduced during the backward; a bucket's new parameters are gathered "
             "after its update, and only the updates of later buckets hide that."
         )
-    if plan.grad_sync == "overlapped":
+    if plan.grad_sync in ("overlapped", None):  # None: a pass of the user's, which may overlap
         return "; ranks wait for the rest."
-    return f": {plan.grad_sync_name} gradient sync starts after the backward, so nothing hides it."
+    updates = "only updates of earlier buckets hide any of it"
+    late = "nothing hides it" if plan.grad_sync == "naive" else updates
+    return f": {plan.grad_sync} gradient sync starts after the backward, so {late}."
 
 
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
