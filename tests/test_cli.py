@@ -89,7 +89,7 @@ def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_de
     line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
     words = ["--bucket-bytes", "64 kib", "--timeout", "30", "--data", "my text.txt"]
     kept = "--preset gpt2 --layers 2 --checkpoint to --save-every 2 --resume to "
-    kept += "--resume-changes lr,global_batch"
+    kept += "--resume-changes lr,global_batch --attention None --grad-dtype None"
     assert cli.main([*line.split(), *words, *kept.split()]) == 0
     experiment.run.assert_called_once_with(
         ModelSpec.preset("gpt2").replace(layers=2), Plan(dp=4, bucket_bytes=2**16), steps=8, lr=0.1,
