@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import os
@@ -196,6 +197,17 @@ def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") ->
     if not isinstance(value, kind):
         raise illegal(name, value, f"not a {noun or name}", legal)
     return value
+
+
+def misfit(function: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """Why ``function`` cannot be called in this way, as far as its signature says, or ""."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*args, **named)
+    except TypeError as error:
+        return str(error)
+    except Exception:  # a built-in function, say, has no signature
+        pass
+    return ""
 
 
 # ---- the fields of a `Description` ----

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paralab.checks import choice, current_folder, illegal, instance, real, shown, whole
+from paralab.checks import choice, current_folder, illegal, instance, misfit, real, shown, whole
 from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped, interrupted
@@ -180,6 +180,10 @@ def launch_program(
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = check_launch(timeout, device, strict, stop)
     payload = _pickled("fn", program, tuple(args), fn)
+    first = () if any_tensor else ("a group or a context",)
+    if callable(fn) and (why := misfit(fn, *first, *args)):
+        call = "fn(group, *args)" if first else "fn(*args)"
+        raise illegal("fn", fn, why, f"a function for the call {call}, with args={shown(args)}")
     cwd = current_folder()
     task = {
         "ranks": ranks,

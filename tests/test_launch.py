@@ -273,6 +273,8 @@ LOCK = threading.Lock()
     ({"device": "tpu"}, "device='tpu'.*'cuda'"),
     ({"stop": lambda: True}, r"stop=.*legal: None \| threading.Event\(\)"),
     ({"fn": 3}, "fn=3: cannot be called"),
+    ({"fn": lambda rank: rank}, r"missing a required argument: 'rank'; legal: .*fn\(\*args\)"),
+    ({"args": [4]}, r"fn=.*sum_of_ranks>: too many positional.*with args=\[4\]"),
     ({"fn": lambda: LOCK}, "its global 'LOCK', a lock, cannot be sent"),
     ({"fn": (lambda guard: lambda: guard)(LOCK)}, "its variable 'guard', a lock"),
     ({"args": (1, threading.Lock())}, r"args\[1\], a lock, cannot be sent"),
