@@ -65,7 +65,7 @@ STEP_TIMES = [
     (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "The run was on 2 nodes, prediction and ", "core"),
     (4, {"wall": 1.3, "nodes": [0, 1, 1, 1]}, "(nodes=2, devices_per_node=3), whose", "threads"),
     (2, {"wall": 1.3, "nodes": [0, 1]}, "doctor --calibrate measures", "stated"),
-    (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
+    (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.3g} µs", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),
     (2, {"wall": 1.02, "cost": 1.01}, "The columns agree.", "%"),
     (2, {"wall": 0.75}, "shows 25 % less than the replay. Messages and copies took less", "share"),
@@ -78,7 +78,7 @@ def test_the_note_on_the_step_time_says_what_made_it_longer(dp, how, said, unsai
     expect = predicted(dp)
     seconds = {name: expect.step_time * how[name] for name in ("beside", "idle") if name in how}
     note = compare(expect, as_measured(expect, **how | seconds)).notes["step time"]
-    assert said.format(1e3 * seconds.get("beside", 0.0)) in note and unsaid not in note
+    assert said.format(1e6 * seconds.get("beside", 0.0)) in note and unsaid not in note
 
 
 def test_where_a_link_between_nodes_was_stated_it_may_be_slower_than_that():

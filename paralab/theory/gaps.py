@@ -15,7 +15,7 @@ from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
-from paralab.view.theme import percent
+from paralab.view.theme import in_seconds, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +113,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the other "
-            f"threads of a rank used {by_threads * 1e3:.0f} ms of CPU time per step. Ranks with "
+            f"threads of a rank used {in_seconds(by_threads)} of CPU time per step. Ranks with "
             "devices of their own would compute meanwhile."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
