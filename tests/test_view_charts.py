@@ -706,6 +706,10 @@ ONE = synthetic.report(2)
     (r"plan='2d': .*legal: a pl\.Plan\(tp=", lambda: view.blocks("2d")),
     ("op='bcast'.*legal: 'all_reduce'", lambda: view.link_fit(points(), op="bcast")),
     ("a line needs two", lambda: view.link_fit(points()[:1])),
+    (r"points\[1\]=.*legal: a row with op, ranks, wire_bytes, seconds",
+     lambda: view.link_fit([*points()[:1], {"bytes": 10, "seconds": 1.0}])),
+    (r"ranks=\[2, 4\]: one line for groups", lambda: view.link_fit([
+        *points(), *(row | {"ranks": 4} for row in points())])),
     ("seconds=0: out of range", lambda: view.link_fit([r | {"seconds": 0} for r in points()])),
     ("seconds of a=0", lambda: view.algorithms({"a": {1.0: 0}})),
     (r"curves=\[3\]: not a mapping; legal: {algorithm", lambda: view.algorithms([3])),
@@ -719,6 +723,7 @@ ONE = synthetic.report(2)
     (r"rows\[1\]\['clock'\]='measured'.*legal: 'replayed'",
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
+    (r"rows\[0\]\['form'\]=None: not a name", lambda: view.scaling([ROWS[0] | {"form": None}])),
     (r"rows=\[\]: not a list of rows; legal: one row per run", lambda: view.scaling([])),
     ("not a list of rows", lambda: view.scaling(pd.DataFrame(ROWS))),
 ])  # fmt: skip

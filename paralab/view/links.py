@@ -23,6 +23,7 @@ from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, rings
 
 Pairs = list[tuple[float, float]]  # (x, y) by x: (bytes, seconds), unless `Axes` says otherwise
+POINT = ("op", "ranks", "wire_bytes", "seconds")  # of a point of `link_fit`
 STEPS = 60  # points of the fitted line
 UNSEEN = 0.01  # share of a call's latency that bytes have to take for a bandwidth to be named
 EQUAL = 1e-9  # curves whose logarithms differ by less are equal, but for rounding errors
@@ -51,16 +52,23 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
 
     points  rows with op, ranks, wire_bytes, seconds
 
-    Raises ValueError if there are fewer than two points of ``op``.
+    Raises ValueError if there are fewer than two points of ``op``, if groups of several sizes made
+    them, and on a row that lacks a value.
     """
     points = list(points)
+    for i, row in enumerate(points):
+        if not isinstance(row, Mapping) or not row.keys() >= {*POINT}:
+            raise illegal(f"points[{i}]", row, "not a point", f"a row with {', '.join(POINT)}")
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
+    if len(groups := {row["ranks"] for row in rows}) > 1:
+        why = "one line for groups of several sizes would be the line of none"
+        raise illegal("ranks", sorted(groups), why, "the points of one number of ranks")
     link, accuracy = fit_link(rows)
-    ranks = rows[0]["ranks"]
+    (ranks,) = groups
     rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
