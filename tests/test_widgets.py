@@ -257,7 +257,7 @@ def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     assert began.wait(PATIENCE)
     widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
-    assert widget.state == "stopped" and "Stopped while 2 ranks were at work" in said(widget)
+    assert widget.state == "stopped" and "Stopped while 2 ranks worked" in said(widget)
     assert not running(widget) and widget.result is None
     assert states == [("idle", "running"), ("running", "stopped")]  # and no other in between
     widget.stop()  # nothing to stop: nothing happens
