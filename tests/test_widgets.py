@@ -166,8 +166,6 @@ WRONG = [
     ("memory", {"model": "gpt"}, "model='gpt': not a model description; legal: a pl.ModelSpec"),
     ("zero", {"plan": 3}, "plan=3: not a plan"),
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
-    ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
-    ("memory", {"device": {"a GPU": "x"}}, "device='x': not a whole number of bytes"),
     ("pipeline", {"plan": OWN}, "schedule='own: .*the widget has no button for it; legal: "),
     ("tensor", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism alone.*tp of at least 2"),
     ("tensor1d", {"plan": pl.Plan(tp=4, tp_mode="2d")}, "tensor parallelism in 1D alone"),
