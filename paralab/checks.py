@@ -203,10 +203,8 @@ def misfit(function: Callable[..., Any], *args: Any, **named: Any) -> str:
     """Why ``function`` cannot be called in this way, as far as its signature says, or ""."""
     try:
         inspect.signature(function, follow_wrapped=False).bind(*args, **named)
-    except TypeError as error:
-        return str(error)
-    except Exception:  # a built-in function, say, has no signature
-        pass
+    except Exception as error:  # another one than this where there is no signature
+        return str(error) if isinstance(error, TypeError) else ""
     return ""
 
 

@@ -174,15 +174,14 @@ def launch_program(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "
             "a call from a process that is not a rank, where PARALAB_RANK is not set"
         )
-    if not callable(program):
-        raise illegal("fn", program, "cannot be called", "a function")
+    call = "fn(*args)" if any_tensor else "fn(group, *args)"
+    if not callable(program) or not (any_tensor or callable(fn)):
+        raise illegal("fn", fn, "cannot be called", f"a function for the call {call}")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = check_launch(timeout, device, strict, stop)
     payload = _pickled("fn", program, tuple(args), fn)
-    first = () if any_tensor else ("a group or a context",)
-    if callable(fn) and (why := misfit(fn, *first, *args)):
-        call = "fn(group, *args)" if first else "fn(*args)"
+    if callable(fn) and (why := misfit(fn, *[None] * (not any_tensor), *args)):
         raise illegal("fn", fn, why, f"a function for the call {call}, with args={shown(args)}")
     cwd = current_folder()
     task = {

@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from paralab.checks import number, size
@@ -57,16 +56,15 @@ class Option(NamedTuple):
 def add_options(group: Any, options: Iterable[Option]) -> None:
     """Add ``options`` to an argparse group. One that is not given leaves no attribute behind."""
     for name, reader, text in options:
-        value: dict[str, Any] = {"type": partial(_value, reader), "metavar": name.upper()}
+
+        def read(given: str, reader: Callable[[str], Any] = reader) -> Any:
+            return None if given == "None" else reader(given)  # which refusals call None
+
+        value: dict[str, Any] = {"type": read, "metavar": name.upper()}
         if reader is bool:
             value = {"action": argparse.BooleanOptionalAction}
         shared = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         group.add_argument("--" + name.replace("_", "-"), **shared, **value)
-
-
-def _value(reader: Callable[[str], Any], text: str) -> Any:
-    """What an option's text means: "None" is what refusals call None."""
-    return None if text == "None" else reader(text)
 
 
 def _options_of(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 EXPOSED_COPIES = "exposed copies"
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
+LATE = {"naive": "nothing hides it", "bucketed": "only updates of earlier buckets hide any of it"}
 NEAR = 0.05  # relative gaps below this get no explanation
 
 
@@ -163,11 +164,10 @@ def _hides(plan: Plan) -> str:
             ". Gradients are reduced during the backward; a bucket's new parameters are gathered "
             "after its update, and only the updates of later buckets hide that."
         )
-    if plan.grad_sync in ("overlapped", None):  # None: a pass of the user's, which may overlap
+    if plan.grad_sync not in LATE:  # "overlapped", or a pass of the user's, which may overlap
         return "; ranks wait for the rest."
-    updates = "only updates of earlier buckets hide any of it"
-    late = "nothing hides it" if plan.grad_sync == "naive" else updates
-    return f": {plan.grad_sync} gradient sync starts after the backward, so {late}."
+    late = f"{plan.grad_sync} gradient sync starts after the backward"
+    return f": {late}, so {LATE[plan.grad_sync]}."
 
 
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:

@@ -57,18 +57,18 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
     """
     points = list(points)
     for i, row in enumerate(points):
-        if not isinstance(row, Mapping) or not row.keys() >= {*POINT}:
+        if not {*POINT} <= {*row}:
             raise illegal(f"points[{i}]", row, "not a point", f"a row with {', '.join(POINT)}")
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
-    if len(groups := {row["ranks"] for row in rows}) > 1:
+    ranks, *others = sorted({row["ranks"] for row in rows})
+    if others:
         why = "one line for groups of several sizes would be the line of none"
-        raise illegal("ranks", sorted(groups), why, "the points of one number of ranks")
+        raise illegal("ranks", [ranks, *others], why, "the points of one number of ranks")
     link, accuracy = fit_link(rows)
-    (ranks,) = groups
     rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
