@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paralab as pl
-from paralab.experiment import run_under_torchrun
+from paralab.experiment import checked, run_under_torchrun
 from paralab.spec import MODEL_PRESETS, cluster
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.tensor import linear_elements
@@ -65,10 +65,11 @@ def test_other_fields_of_a_model_and_a_plan_are_checked(field, value):
     refuses(lambda: make(**{field: value}), field, value)
 
 
-def test_gathering_again_at_every_action_of_a_pipeline_warns():
+def test_gathering_again_at_every_action_of_a_pipeline_warns_once():
     plan = pl.Plan(dp=2, pp=2, microbatches=3, zero_stage=3)
-    with pytest.warns(UserWarning, match=r"gathered again for every action, 2\*3 times a step"):
-        plan.validate(MODEL)
+    with pytest.warns(UserWarning, match=r"again for every action, 2\*3 times a step") as said:
+        checked(MODEL, plan)
+    assert len(said) == 1
 
 
 def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
