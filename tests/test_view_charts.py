@@ -697,7 +697,7 @@ ONE = synthetic.report(2)
     ("the number of reports is 2", lambda: view.timelines(ONE, ONE, labels=["a"])),
     ("labels='ab': not a list", lambda: view.timelines(ONE, ONE, labels="ab")),
     (r"step=9.*legal: 0 \| 1 \| 2 \| 3", lambda: view.timelines(ONE, step=9)),
-    (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=[5])),
+    (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=np.array([1, 5]))),
     ("no steps", lambda: Report(clock="predicted", model=ONE.model, plan=Plan()).timeline()),
     ("ranks=0: not a list of ranks; legal: 0, 1", lambda: view.timelines(ONE, ranks=0)),
     (r"ranks=\[\]: not a list of ranks", lambda: view.timelines(ONE, ranks=[])),
