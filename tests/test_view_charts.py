@@ -526,7 +526,7 @@ def test_losses_of_reports_are_held_against_guessing():
 
 # ---- links ---------------------------------------------------------------------------------------
 def test_a_link_whose_points_show_no_bandwidth_is_not_said_to_have_an_endless_one():
-    chart = view.link_fit([row | {"seconds": 1e-4} for row in points()])
+    chart = view.link_fit(r for _, r in pd.DataFrame(points()).assign(seconds=1e-4).iterrows())
     assert "100 µs of latency and no more for the bytes, up to " in chart.finding
 
 
@@ -707,6 +707,9 @@ ONE = synthetic.report(2)
     ("op='bcast'.*legal: 'all_reduce'", lambda: view.link_fit(points(), op="bcast")),
     ("a line needs two", lambda: view.link_fit(points()[:1])),
     (r"points\[0\]=.*legal: a row with op, ", lambda: view.link_fit([{"bytes": 1}, *points()])),
+    (r"points\[0\]=3: not a point", lambda: view.link_fit([3])),
+    ("ranks=1: out of range", lambda: view.link_fit([r | {"ranks": 1} for r in points()])),
+    ("wire_bytes=0: out", lambda: view.link_fit([points()[0] | {"wire_bytes": 0}, *points()])),
     (r"ranks=\[2, 4\]: ", lambda: view.link_fit([points()[0] | {"ranks": 4}, *points()])),
     ("seconds=0: out of range", lambda: view.link_fit([r | {"seconds": 0} for r in points()])),
     ("seconds of a=0", lambda: view.algorithms({"a": {1.0: 0}})),

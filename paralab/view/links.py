@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, instance, real
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
@@ -57,17 +57,17 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
     """
     points = list(points)
     for i, row in enumerate(points):
-        if not {*POINT} <= {*row}:
+        if not {*POINT} <= {*getattr(row, "keys", tuple)()}:  # a row of pandas's has keys, too
             raise illegal(f"points[{i}]", row, "not a point", f"a row with {', '.join(POINT)}")
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
-    rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
+    rows = [dict(p, ranks=whole("ranks", p["ranks"], at_least=2)) for p in points if p["op"] == op]
+    rows.sort(key=lambda row: real("wire_bytes", row["wire_bytes"], above=0.0))
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
     ranks, *others = sorted({row["ranks"] for row in rows})
     if others:
-        why = "one line for groups of several sizes would be the line of none"
-        raise illegal("ranks", [ranks, *others], why, "the points of one number of ranks")
+        raise illegal("ranks", [ranks, *others], "each has its own line", "one number of ranks")
     link, accuracy = fit_link(rows)
     rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
