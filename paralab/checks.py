@@ -199,10 +199,10 @@ def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") ->
     return value
 
 
-def misfit(function: Callable[..., Any], *args: Any, **named: Any) -> str:
-    """Why ``function`` cannot be called in this way, as far as its signature says, or ""."""
+def misfit(function: Callable[..., Any], *args: Any, unwrap: bool = False, **named: Any) -> str:
+    """Why the signature of ``function`` (unwrap: of what it decorates) forbids this call, or ""."""
     try:
-        inspect.signature(function, follow_wrapped=False).bind(*args, **named)
+        inspect.signature(function, follow_wrapped=unwrap).bind(*args, **named)
     except Exception as error:  # another one than this where there is no signature
         return str(error) if isinstance(error, TypeError) else ""
     return ""

@@ -143,7 +143,7 @@ def launch_program(
     ranks: int,
     args: Sequence[Any] = (),
     *,
-    fn: Any = None,
+    fn: Any = ...,
     with_context: bool = True,
     any_tensor: bool = False,
     optimizers: bool = True,
@@ -168,7 +168,7 @@ def launch_program(
     The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
-    fn = program if fn is None else fn
+    fn = program if fn is ... else fn
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "

@@ -80,7 +80,7 @@ class Takes(NamedTuple):
             return f"the class has no method {' and no method '.join(missing)}"
         given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
         named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
-        why = misfit(part, *given[: len(given) - len(named)], **named)
+        why = misfit(part, *given[: len(given) - len(named)], unwrap=True, **named)
         return f"required: {self.call}, yours cannot be called in this way: {why}" if why else ""
 
 
