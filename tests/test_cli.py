@@ -243,7 +243,7 @@ def test_an_output_without_letters_or_none_is_no_error_and_a_full_disk_is_one_li
 
 
 def test_a_warning_is_one_line_without_the_librarys_own_code_and_said_once(tmp_path):
-    """Two checks find it: of the command, and of the run."""
+    """Three checks find it: of the command, of the run, and of its offloaded states."""
     words = "run --layers 2 --pp 2 --zero-stage 3 --resume nowhere --checkpoint new"
     said = python("-m", "paralab", *words.split(), cwd=tmp_path).stderr.splitlines()
     assert "paralab: warning: zero_stage=3 with pp=2: a stage's parameters" in said[0]

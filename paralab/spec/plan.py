@@ -286,5 +286,5 @@ class Plan(Description):
                 f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "
                 f"every action, 2*{self.microbatches} times a step; with zero_stage=1 they are "
                 "gathered once a step",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that it is said once, whatever asks for the check
             )

@@ -50,8 +50,8 @@ def link_bytes(model: ModelSpec, plan: Plan) -> dict[str, dict[str, int]]:
 
 def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int:
     """Bytes of the files of all ranks together."""
-    tiers = instance("plan", plan, Plan, "a pl.Plan(...)").tiers
-    if tiers is None or not tiers.uses("nvme"):
+    instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
+    if plan.tiers is None or not plan.tiers.uses("nvme"):
         return 0
     per_stage = plan.dp * plan.tp  # ranks of one stage, whose files have the same size
     sizes = [
