@@ -52,8 +52,7 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
 
     points  rows with op, ranks, wire_bytes, seconds
 
-    Raises ValueError if there are fewer than two points of ``op``, if groups of several sizes made
-    them, and on a row that lacks a value.
+    Raises ValueError for fewer than two points of ``op``, several sizes of groups, and a bad row.
     """
     points = list(points)
     for i, row in enumerate(points):
