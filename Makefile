@@ -2,7 +2,7 @@
 #
 #   make lab     open the labs in JupyterLab
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
-#   make test    everything that continuous integration runs; installs chromium if there is no browser and it may
+#   make test    the tests, as continuous integration runs them; installs chromium if there is no browser and it may
 #   make test-spawn  launches, equality and two labs with the start of ranks that macOS needs
 #   make virtual  all pairwise plans and pipelines on virtual GPUs, of which `make test` has a few
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches

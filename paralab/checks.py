@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import os
@@ -198,6 +199,15 @@ def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") ->
     if not isinstance(value, kind):
         raise illegal(name, value, f"not a {noun or name}", legal)
     return value
+
+
+def misfit(function: Callable[..., Any], *args: Any, unwrap: bool = False, **named: Any) -> str:
+    """Why the signature of ``function`` (unwrap: of what it decorates) forbids this call, or ""."""
+    try:
+        inspect.signature(function, follow_wrapped=unwrap).bind(*args, **named)
+    except Exception as error:  # another one than this where there is no signature
+        return str(error) if isinstance(error, TypeError) else ""
+    return ""
 
 
 # ---- the fields of a `Description` ----

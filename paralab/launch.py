@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paralab.checks import choice, current_folder, illegal, instance, real, shown, whole
+from paralab.checks import choice, current_folder, illegal, instance, misfit, real, shown, whole
 from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped, interrupted
@@ -143,7 +143,7 @@ def launch_program(
     ranks: int,
     args: Sequence[Any] = (),
     *,
-    fn: Any = None,
+    fn: Any = ...,
     with_context: bool = True,
     any_tensor: bool = False,
     optimizers: bool = True,
@@ -168,18 +168,21 @@ def launch_program(
     The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
-    fn = program if fn is None else fn
+    fn = program if fn is ... else fn
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "
             "a call from a process that is not a rank, where PARALAB_RANK is not set"
         )
-    if not callable(program):
-        raise illegal("fn", program, "cannot be called", "a function")
+    call = "fn(*args)" if any_tensor else "fn(group, *args)"
+    if not callable(program) or not (any_tensor or callable(fn)):
+        raise illegal("fn", fn, "cannot be called", f"a function for the call {call}")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = check_launch(timeout, device, strict, stop)
     payload = _pickled("fn", program, tuple(args), fn)
+    if callable(fn) and (why := misfit(fn, *[None] * (not any_tensor), *args)):
+        raise illegal("fn", fn, why, f"a function for the call {call}, with args={shown(args)}")
     cwd = current_folder()
     task = {
         "ranks": ranks,

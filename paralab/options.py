@@ -56,7 +56,11 @@ class Option(NamedTuple):
 def add_options(group: Any, options: Iterable[Option]) -> None:
     """Add ``options`` to an argparse group. One that is not given leaves no attribute behind."""
     for name, reader, text in options:
-        value: dict[str, Any] = {"type": reader, "metavar": name.upper()}
+
+        def read(given: str, reader: Callable[[str], Any] = reader) -> Any:
+            return None if given == "None" else reader(given)  # which refusals call None
+
+        value: dict[str, Any] = {"type": read, "metavar": name.upper()}
         if reader is bool:
             value = {"action": argparse.BooleanOptionalAction}
         shared = {"dest": name, "default": argparse.SUPPRESS, "help": text}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import count_of, illegal, whole
+from paralab.checks import count_of, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -62,8 +62,6 @@ def trace(
     ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.
     """
     __tracebackhide__ = True
-    if not callable(fn):
-        raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
     node_of = places(ranks, nodes)
     program = functools.partial(_program, fn, node_of, memory)
     how = {"timeout": timeout, "device": device, "strict": strict, "stop": stop}

@@ -9,6 +9,7 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.predict import predict
+from paralab.parallel.data_parallel import overlapped
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import COLUMNS, compare
 from paralab.theory.pipeline import simulate
@@ -64,7 +65,7 @@ STEP_TIMES = [
     (4, {"wall": 1.3, "nodes": [0, 0, 1, 1]}, "The run was on 2 nodes, prediction and ", "core"),
     (4, {"wall": 1.3, "nodes": [0, 1, 1, 1]}, "(nodes=2, devices_per_node=3), whose", "threads"),
     (2, {"wall": 1.3, "nodes": [0, 1]}, "doctor --calibrate measures", "stated"),
-    (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
+    (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.3g} µs", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),
     (2, {"wall": 1.02, "cost": 1.01}, "The columns agree.", "%"),
     (2, {"wall": 0.75}, "shows 25 % less than the replay. Messages and copies took less", "share"),
@@ -77,7 +78,7 @@ def test_the_note_on_the_step_time_says_what_made_it_longer(dp, how, said, unsai
     expect = predicted(dp)
     seconds = {name: expect.step_time * how[name] for name in ("beside", "idle") if name in how}
     note = compare(expect, as_measured(expect, **how | seconds)).notes["step time"]
-    assert said.format(1e3 * seconds.get("beside", 0.0)) in note and unsaid not in note
+    assert said.format(1e6 * seconds.get("beside", 0.0)) in note and unsaid not in note
 
 
 def test_where_a_link_between_nodes_was_stated_it_may_be_slower_than_that():
@@ -101,13 +102,18 @@ def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
     assert "backward" not in compare(predicted(), as_measured(predicted(), cost=1.01)).notes
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_overlap_says_what_it_hides_and_the_others_that_nothing_does(form):
-    expect = predicted(form=form)
+LATE = {"naive": "nothing hides it", "bucketed": "only updates of earlier buckets hide any of it"}
+
+
+@pytest.mark.parametrize("form", [*FORMS, None])
+def test_the_note_on_hidden_communication_says_what_hides_it(form):
+    passes = () if form else (lambda own: own.replace(overlapped(own.code)),)
+    plan = pl.Plan(dp=2, grad_sync=form, passes=passes, bucket_bytes=20_000)
+    expect = predict(MODEL, plan, CLUSTER)
     note = compare(expect, as_measured(expect)).notes["exposed communication"]
-    assert "computation hides" in note
-    for words in (f"{form} gradient sync", "nothing hides it"):
-        assert (words in note) == (form != "overlapped")
+    after = f": {form} gradient sync starts after the backward, so {LATE.get(form)}."
+    assert note.endswith(after if form in LATE else "; ranks wait for the rest.")
+    assert ("computation hides 0 %" in note) == (form == "naive")
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])

@@ -383,6 +383,6 @@ def test_the_buttons_pick_and_then_show_what_was_picked():
 
 def test_a_choice_needs_two_options_and_a_pick_is_one_of_them():
     for options in ((), ["one"], ["same", "same"], "words"):
-        refuses("nothing to choose from", pl.exercises.choose, "which?", options)
+        refuses(f"options=.{repr(options)[1:-1]}.: nothing", pl.exercises.choose, "which?", options)
     for number in (0, 3, "1", 1.5):
         refuses("legal: ", why().pick, number)

@@ -264,7 +264,6 @@ LOCK = threading.Lock()
 
 
 @pytest.mark.parametrize("settings, named", [
-    ({"ranks": 0}, "ranks=0"),
     ({"ranks": 65}, "ranks=65: out of range; legal: a whole number from 1 to 64"),
     ({"ranks": 2.0}, "ranks=2.0"),
     ({"args": 3}, r"args=3: .*legal: args=\(3,\)"),
@@ -273,6 +272,7 @@ LOCK = threading.Lock()
     ({"device": "tpu"}, "device='tpu'.*'cuda'"),
     ({"stop": lambda: True}, r"stop=.*legal: None \| threading.Event\(\)"),
     ({"fn": 3}, "fn=3: cannot be called"),
+    ({"fn": lambda rank: rank}, r"missing a required argument: 'rank'; legal: .*fn\(\*args\)"),
     ({"fn": lambda: LOCK}, "its global 'LOCK', a lock, cannot be sent"),
     ({"fn": (lambda guard: lambda: guard)(LOCK)}, "its variable 'guard', a lock"),
     ({"args": (1, threading.Lock())}, r"args\[1\], a lock, cannot be sent"),

@@ -270,7 +270,8 @@ def test_a_hang_in_a_message_names_the_ranks_at_its_other_ends_alone(strict, bot
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"fn": 3}, "fn=3: cannot be called"),
+        ({"fn": None}, "fn=None: cannot be called"),
+        ({"fn": lambda: 0}, r"too many .*; legal: a function for the call fn\(group, \*args\)"),
         ({"ranks": 0}, "ranks=0"),
         ({"nodes": 3}, "nodes=3.*from 1 to 2"),
     ],

@@ -526,7 +526,7 @@ def test_losses_of_reports_are_held_against_guessing():
 
 # ---- links ---------------------------------------------------------------------------------------
 def test_a_link_whose_points_show_no_bandwidth_is_not_said_to_have_an_endless_one():
-    chart = view.link_fit([row | {"seconds": 1e-4} for row in points()])
+    chart = view.link_fit(r for _, r in pd.DataFrame(points()).assign(seconds=1e-4).iterrows())
     assert "100 µs of latency and no more for the bytes, up to " in chart.finding
 
 
@@ -698,7 +698,7 @@ ONE = synthetic.report(2)
     ("the number of reports is 2", lambda: view.timelines(ONE, ONE, labels=["a"])),
     ("labels='ab': not a list", lambda: view.timelines(ONE, ONE, labels="ab")),
     (r"step=9.*legal: 0 \| 1 \| 2 \| 3", lambda: view.timelines(ONE, step=9)),
-    (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=[5])),
+    (r"ranks=5.*legal: 0 \| 1", lambda: view.timelines(ONE, ranks=np.array([1, 5]))),
     ("no steps", lambda: Report(clock="predicted", model=ONE.model, plan=Plan()).timeline()),
     ("ranks=0: not a list of ranks; legal: 0, 1", lambda: view.timelines(ONE, ranks=0)),
     (r"ranks=\[\]: not a list of ranks", lambda: view.timelines(ONE, ranks=[])),
@@ -707,6 +707,11 @@ ONE = synthetic.report(2)
     (r"plan='2d': .*legal: a pl\.Plan\(tp=", lambda: view.blocks("2d")),
     ("op='bcast'.*legal: 'all_reduce'", lambda: view.link_fit(points(), op="bcast")),
     ("a line needs two", lambda: view.link_fit(points()[:1])),
+    (r"points\[0\]=.*legal: a row with op, ", lambda: view.link_fit([{"bytes": 1}, *points()])),
+    (r"points\[0\]=3: not a point", lambda: view.link_fit([3])),
+    ("ranks=1: out of range", lambda: view.link_fit([r | {"ranks": 1} for r in points()])),
+    ("wire_bytes=0: out", lambda: view.link_fit([points()[0] | {"wire_bytes": 0}, *points()])),
+    (r"ranks=\[2, 4\]: ", lambda: view.link_fit([points()[0] | {"ranks": 4}, *points()])),
     ("seconds=0: out of range", lambda: view.link_fit([r | {"seconds": 0} for r in points()])),
     ("seconds of a=0", lambda: view.algorithms({"a": {1.0: 0}})),
     (r"curves=\[3\]: not a mapping; legal: {algorithm", lambda: view.algorithms([3])),
@@ -720,6 +725,7 @@ ONE = synthetic.report(2)
     (r"rows\[1\]\['clock'\]='measured'.*legal: 'replayed'",
      lambda: view.scaling([ROWS[0], ROWS[1] | {"clock": "measured"}])),
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
+    (r"rows\[0\]\['form'\]=None: not a name", lambda: view.scaling([ROWS[0] | {"form": None}])),
     (r"rows=\[\]: not a list of rows; legal: one row per run", lambda: view.scaling([])),
     ("not a list of rows", lambda: view.scaling(pd.DataFrame(ROWS))),
 ])  # fmt: skip

@@ -110,7 +110,7 @@ def test_the_edges_of_a_strips_many_boxes_do_not_hide_them():
 
 
 def test_the_strip_has_the_phases_where_they_were(two):
-    chart = two.memory_chart(rank=0)
+    chart = two.memory_chart(rank=two.memory["rank"].min())  # a number of NumPy's
     drawn = {t.name: t for t in chart.data if t.type == "bar" and t.orientation == "h"}
     assert list(drawn) == ["forward", "backward", "optimizer"]
     spans = two.spans[(two.spans["rank"] == 0) & (two.spans["step"] == 0)]

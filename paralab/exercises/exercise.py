@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from paralab.checks import count_of, real, shown, whole
+from paralab.checks import count_of, misfit, real, shown, whole
 from paralab.exercises import sources
 from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Tries, Try
@@ -78,15 +78,10 @@ class Takes(NamedTuple):
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]
         if isinstance(part, type) and missing:
             return f"the class has no method {' and no method '.join(missing)}"
-        try:
-            given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
-            named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
-            inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
-        except TypeError as error:
-            return f"required: {self.call}, yours cannot be called in this way: {error}"
-        except Exception:  # a built-in function, say, has no signature
-            pass
-        return ""
+        given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
+        named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
+        why = misfit(part, *given[: len(given) - len(named)], unwrap=True, **named)
+        return f"required: {self.call}, yours cannot be called in this way: {why}" if why else ""
 
 
 def _from_library(part: Any) -> str:

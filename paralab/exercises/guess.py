@@ -37,10 +37,10 @@ def guess(question: str, *, low: float, high: float, unit: str = "", decimals: i
 
 def choose(question: str, options: Sequence[str]) -> Choice:
     """Ask which of several explanations holds. Raises ValueError unless two differ."""
-    options = [] if isinstance(options, str) else [str(option) for option in options]
-    if len(set(options)) < 2:
+    texts = [] if isinstance(options, str) else [str(option) for option in options]
+    if len(set(texts)) < 2:
         raise illegal("options", options, "nothing to choose from", "two or more different texts")
-    return Choice(question, options)
+    return Choice(question, texts)
 
 
 class Question:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import shortened
+from paralab.checks import count_of, shortened
 from paralab.ranks.errors import RankError, RankTimeout, Stopped
 from paralab.ranks.failure import Failure, died, root_cause
 from paralab.ranks.hangs import Frame, Standing, hang_error, main_stack, rank_names, standing
@@ -165,10 +165,8 @@ class Run:
     def _check_stop(self) -> None:
         """Raise ``Stopped`` if the caller has set its ``stop`` event."""
         if self.stop is not None and self.stop.is_set():
-            count = len(self.ranks)
-            work = f"while {count} rank{'s were' if count != 1 else ' was'} at work"
-            when = work if count else "before the ranks had started"
-            raise Stopped(f"stopped {when}")
+            work = f"while {count_of(len(self.ranks), 'rank')} worked"
+            raise Stopped(f"stopped {work if self.ranks else 'before the ranks had started'}")
 
     def _listen(self) -> None:
         seconds = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0

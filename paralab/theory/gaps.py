@@ -15,7 +15,7 @@ from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
-from paralab.view.theme import percent
+from paralab.view.theme import in_seconds, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 EXPOSED_COPIES = "exposed copies"
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
+LATE = {"naive": "nothing hides it", "bucketed": "only updates of earlier buckets hide any of it"}
 NEAR = 0.05  # relative gaps below this get no explanation
 
 
@@ -113,7 +114,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the other "
-            f"threads of a rank used {by_threads * 1e3:.0f} ms of CPU time per step. Ranks with "
+            f"threads of a rank used {in_seconds(by_threads)} of CPU time per step. Ranks with "
             "devices of their own would compute meanwhile."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
@@ -153,7 +154,7 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
 def _hides(plan: Plan) -> str:
     """The end of the sentence on hidden communication: what the plan overlaps it with."""
     if plan.tp > 1:
-        return ": a layer cannot begin before the messages of the previous layer have arrived."
+        return ". A layer cannot begin before the messages of the previous layer have arrived."
     if plan.zero_stage == 3:
         ahead = f"up to {count_of(plan.prefetch, 'unit')} ahead of their use"
         gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
@@ -163,9 +164,10 @@ def _hides(plan: Plan) -> str:
             ". Gradients are reduced during the backward; a bucket's new parameters are gathered "
             "after its update, and only the updates of later buckets hide that."
         )
-    if plan.grad_sync == "overlapped":
+    if plan.grad_sync not in LATE:  # "overlapped", or a pass of the user's, which may overlap
         return "; ranks wait for the rest."
-    return f": {plan.grad_sync_name} gradient sync starts after the backward, so nothing hides it."
+    late = f"{plan.grad_sync} gradient sync starts after the backward"
+    return f": {late}, so {LATE[plan.grad_sync]}."
 
 
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, whole
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
@@ -122,8 +122,8 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     reported = facts.reported_ranks(report)
     if ranks is not None and not (isinstance(ranks, Collection) and len(ranks)):
         raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, reported)))
-    wanted = reported if ranks is None else [choice("ranks", r, tuple(reported)) for r in ranks]
-    return step, sorted(set(wanted))
+    wanted = reported if ranks is None else [whole("ranks", r, at_least=0) for r in ranks]
+    return step, sorted({choice("ranks", rank, tuple(reported)) for rank in wanted})
 
 
 def extent(report: Tables, step: int) -> tuple[float, float]:

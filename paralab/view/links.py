@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, instance, real
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
@@ -23,6 +23,7 @@ from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, rings
 
 Pairs = list[tuple[float, float]]  # (x, y) by x: (bytes, seconds), unless `Axes` says otherwise
+POINT = ("op", "ranks", "wire_bytes", "seconds")  # of a point of `link_fit`
 STEPS = 60  # points of the fitted line
 UNSEEN = 0.01  # share of a call's latency that bytes have to take for a bandwidth to be named
 EQUAL = 1e-9  # curves whose logarithms differ by less are equal, but for rounding errors
@@ -51,16 +52,22 @@ def link_fit(points: Iterable[Mapping[str, Any]], op: str = "all_reduce") -> Cha
 
     points  rows with op, ranks, wire_bytes, seconds
 
-    Raises ValueError if there are fewer than two points of ``op``.
+    Raises ValueError for fewer than two points of ``op``, several sizes of groups, and a bad row.
     """
     points = list(points)
+    for i, row in enumerate(points):
+        if not {*POINT} <= {*getattr(row, "keys", tuple)()}:  # a row of pandas's has keys, too
+            raise illegal(f"points[{i}]", row, "not a point", f"a row with {', '.join(POINT)}")
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
-    rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
+    rows = [dict(p, ranks=whole("ranks", p["ranks"], at_least=2)) for p in points if p["op"] == op]
+    rows.sort(key=lambda row: real("wire_bytes", row["wire_bytes"], above=0.0))
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
+    ranks, *others = sorted({row["ranks"] for row in rows})
+    if others:
+        raise illegal("ranks", [ranks, *others], "each has its own line", "one number of ranks")
     link, accuracy = fit_link(rows)
-    ranks = rows[0]["ranks"]
     rounds = messages(op, ranks)
     link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]

@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, whole
 from paralab.report.tables import COMPUTE_KINDS, DRY, Tables
 from paralab.spec import Cluster
 from paralab.view import naming
@@ -113,7 +113,7 @@ def curves(report: Tables, rank: int | None = None) -> list[Curve]:
         raise illegal("report", report, "no memory was sampled in it", legal)
     if rank is not None:
         known = tuple(sorted(set(table["rank"].tolist())))
-        table = table[table["rank"] == choice("rank", rank, known)]
+        table = table[table["rank"] == choice("rank", whole("rank", rank, at_least=0), known)]
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
     edges = {key: (start, end) for key, start, end in steps.itertuples()}
     samples: dict[tuple[int, int], list[Any]] = defaultdict(list)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from paralab.checks import choice, count_of, illegal, real, whole
+from paralab.checks import choice, count_of, illegal, instance, real, whole
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
@@ -76,7 +76,8 @@ def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         choice(f"rows[{i}]['clock']", row.get("clock"), clocks)
         for name in ("step_time", "samples"):
             real(f"rows[{i}][{name!r}]", row.get(name), above=0.0)
-    return pd.DataFrame([{**row, "form": str(row.get("form"))} for row in rows])
+        instance(f"rows[{i}]['form']", row.get("form"), str, "a text such as 'weak'", "name")
+    return pd.DataFrame(list(rows))
 
 
 def _efficiency(points: pd.DataFrame) -> pd.DataFrame:

@@ -173,7 +173,7 @@ def _finding(
     text = f"{name}: {'the rank' if report.world_size == 1 else who} {' and '.join(does)}{per_step}"
     if optimum is not None and total:
         off = total / n / optimum - 1
-        apart = f"{abs(100 * off):.2f} %" if abs(off) < 0.1 else theme.percent(abs(off))
+        apart = f"{abs(100 * off):.3g} %" if abs(off) < 0.1 else theme.percent(abs(off))
         side = f"{apart} {'above' if off > 0 else 'below'}" if off else "exactly"
         text += f", {side} 2(N−1)/N times the gradients"
     disk = float(copied["bytes"][copied["link"].str.startswith("disk")].sum())

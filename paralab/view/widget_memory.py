@@ -8,12 +8,10 @@ refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from paralab.checks import illegal, num_bytes
 from paralab.interpret import quick
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import Plan
 from paralab.theory import needs
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import curves, fullest
@@ -23,7 +21,7 @@ from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import Knob, duration, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
-DEVICE = {"80 GB GPU": 80 * 10**9}
+DEVICE, BYTES = "80 GB GPU", 80 * 10**9  # whose memory is drawn as a line
 KEEPS: dict[str, dict[str, Any]] = {  # by recipe: settings of a plan that keeps its states
     "fp32": {},
     "zero-fp16": {"precision": "fp16"},
@@ -35,11 +33,12 @@ class Memory(Widget):
     """Knobs: layers, hidden size, sequence length, micro-batch size, recipe of model states.
 
     model    where the sliders start; default: the "laptop" preset
-    device   {name: bytes} of one device, whose memory is drawn as a line
+    plan     where the micro-batch size starts; nothing else of it is used
     cluster  the machine by whose speed and memory a real run is refused; default: this one
     """
 
     name, steps, longest, plan = "memory", 4, 20.0, Plan(microbatch_size=2)
+    used = ("microbatch_size",)
     board = {
         "layers": slider("layers", (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128), "layer"),
         "hidden": slider("hidden size", HIDDEN, "hidden {:,}".format),
@@ -47,21 +46,6 @@ class Memory(Widget):
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "sample"),
         "recipe": Knob(label="recipe", offers={name: name for name in KEEPS}, start="zero-fp16"),
     }
-
-    def __init__(
-        self,
-        model: ModelSpec | None = None,
-        *,
-        device: Mapping[str, int] = DEVICE,
-        cluster: Cluster | None = None,
-    ) -> None:
-        if not isinstance(device, Mapping) or len(device) != 1:
-            raise illegal(
-                "device", device, "it has to be one name with one size", '{"80 GB GPU": 80 * 10**9}'
-            )
-        ((label, size),) = device.items()
-        self.device = label, num_bytes("device", size)
-        super().__init__(model, None, cluster)
 
     def _heads(self, hidden: int) -> int:
         """As many heads as published models of this width have: each is 32 to 128 wide."""
@@ -73,34 +57,31 @@ class Memory(Widget):
         return quick.peak(at.model, plan, gloo=not self._gpus(at))
 
     def _charts(self, at: At) -> list[Chart]:
-        (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
+        bars = {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
         if at.measured is not None:
             bars["fp32, measured"] = fullest(curves(at.measured)).held
         title = f"Training {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
-        title += f"{share_of(total, size)} one {label}"
-        return [bytes_bars(bars, {label: size}, title=title)]
+        title += f"{share_of(total, BYTES)} one {DEVICE}"
+        return [bytes_bars(bars, {DEVICE: BYTES}, title=title)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         rows = [self._row(at, at["recipe"], f"{duration(at.predicted.step_time)}, predicted")]
         if at.measured is not None:
-            rows += [
-                self._row(at, "fp32", f"{duration(at.measured.step_time)}, measured", ", as run")
-            ]
+            time = f"{duration(at.measured.step_time)}, measured"
+            rows.append(self._row(at, "fp32", time, ", as run"))
         return rows
 
     def _row(self, at: At, recipe: str, time: str, how: str = "") -> dict[str, str]:
-        held, (label, size) = self.held(at, recipe), self.device
-        states, kept = sum(needs.model_states(at.model, recipe).values()), held["activations"]
+        held, states = self.held(at, recipe), sum(needs.model_states(at.model, recipe).values())
+        kept, none = held["activations"], "none: the peak is in the update"
         return {
             "bytes per parameter": f"{recipe}{how}: {needs.bytes_per_parameter(recipe)}",
             "parameters": _large(at.model.num_params),
             "model states": in_bytes(states),
-            "activations at the peak": in_bytes(kept)
-            if kept
-            else "none: the peak is in the update",
+            "activations at the peak": in_bytes(kept) if kept else none,
             "peak": in_bytes(sum(held.values())),
-            f"{label}s for the states": f"{needs.devices_for(states, size):,}",
+            f"{DEVICE}s for the states": f"{needs.devices_for(states, BYTES):,}",
             "step time here": time,
         }
 
