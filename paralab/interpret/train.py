@@ -212,7 +212,7 @@ def train(
                   divides the number of steps that the training has done
     """
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    facts = {"limit": memory_limit, "rank": context.rank, "gloo": context.backend != "nccl"}
+    facts = {"limit": memory_limit, "gloo": context.backend != "nccl"}
     facts["clips"] = settings.get("clip_norm") is not None
     facts["optimizer"] = settings.get("optimizer", "adamw")
     help_with = functools.partial(advice, model, plan, **facts)
