@@ -15,7 +15,7 @@ from paralab import cli
 from paralab.interpret.folding import NUMBER, Fold, Line, fold
 from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import BACKWARD, COLLECTIVES, FORWARD, MESSAGES, WAIT
+from paralab.programs.instructions import BACKWARD, COLLECTIVES, COMPUTE, FORWARD, MESSAGES, WAIT
 from refusals import refuses, shell_refuses
 
 LAPTOP = pl.ModelSpec.preset("laptop")
@@ -78,6 +78,8 @@ def test_every_instruction_is_a_line_and_folded_lines_stand_for_all(plan):
         flat = list(shown.rows(folded=False))
         assert [row.position for row in flat] == list(range(len(code)))
         assert [row.ins.op for row in flat] == [ins.op for ins in code]
+        computed = [(row.ins.op, row.what) for row in flat if row.ins.op in COMPUTE]
+        assert len(set(computed)) == len(computed)  # no two ranges of ops have one name
         texts = [f"{row.ins.op}\t{row.what}\t{row.frees}" for row in flat]
         folded = fold([Line(text, at) for at, text in enumerate(texts)])
         assert unfolded(folded) == texts
