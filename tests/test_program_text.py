@@ -219,6 +219,14 @@ def test_a_difference_counts_every_instruction():
         assert difference.same + changed == sum(ins.op != WAIT for _, ins in shown)
 
 
+def test_what_sums_several_gradients_in_one_message_says_how_many():
+    before = pl.program(SPEC, pl.Plan(tp=2))
+    after = pl.program(SPEC, pl.Plan(tp=2, sequence_parallel=True), clip_norm=1.0)
+    of = {change.does: change.of for change in before.diff(after).changes}
+    assert of["grad over tp, after BACKWARD"] == "blocks.0 and 6 more"
+    assert of["grad → norm, after BACKWARD"] == "head and 7 more"
+
+
 def test_equal_programs_do_not_differ():
     shown = pl.program(SPEC, pl.Plan(dp=2))
     assert repr(shown.diff(pl.program(SPEC, pl.Plan(dp=2)))).endswith("no difference")

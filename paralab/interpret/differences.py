@@ -20,7 +20,7 @@ from itertools import count, groupby
 from typing import Any, NamedTuple
 
 from paralab.interpret.folding import Fold, Item, Line, fold
-from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
+from paralab.programs.instructions import COLLECTIVES, COMPUTE, NORM, WAIT, Instr, sums_shared
 from paralab.view.theme import in_bytes
 
 SIGNS = {"+": "added", "-": "removed", "↕": "moved", "~": "keeps or frees other values"}
@@ -136,6 +136,8 @@ def _steps(program: Any) -> dict[tuple, _Step]:
             made_by = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
             does, place = _does(ins, made_by, needed_by[position]), program.names.about(ins)
+            if ins.op == NORM or sums_shared(ins):
+                place = program.names.values(ins.reads).partition(" ")[2]
             mb, size = ins.mb if several else -1, program.bytes_of(ins)
             steps[*line, next(times[line])] = _Step(ins, after, does, place, mb, size)
     return steps
