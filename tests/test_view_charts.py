@@ -721,6 +721,7 @@ ONE = synthetic.report(2)
     (r"rows\[1\]\['ranks'\]=0", lambda: view.scaling([ROWS[0], ROWS[0] | {"ranks": 0}])),
     (r"rows=\[\]: not a list of rows; legal: one row per run", lambda: view.scaling([])),
     ("not a list of rows", lambda: view.scaling(pd.DataFrame(ROWS))),
+    (r"rows\[0\]=.*: not a mapping; legal: form, ranks", lambda: view.scaling([ONE])),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):
     refuses(says, draw)
