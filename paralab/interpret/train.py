@@ -131,7 +131,11 @@ class Trainer:
         if keep_gradients:
             rank.before_update, self.gradients = self._look_at_gradients, {}
         recorder.begin_step(step)
-        losses = rank.step(batch)
+        try:
+            losses = rank.step(batch)
+        except Exception as error:
+            error.add_note(f"(in {rank.where(error)})")
+            raise
         rank.before_update = None
         losses, scaling = losses if self.reports_loss else [], self.state.scaling()
         values = read_scalars([*losses, *scaling], device=self.context.device)
