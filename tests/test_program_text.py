@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import paralab as pl
 from paralab import cli
 from paralab.interpret.folding import NUMBER, Fold, Line, fold
-from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, COMPUTE, FORWARD, MESSAGES, WAIT
 from refusals import refuses, shell_refuses
@@ -134,7 +133,7 @@ def test_a_messages_bytes_are_those_that_are_counted(plan):
     plan = pl.Plan(**plan)
     shown = pl.program(SPEC, plan)
     sizes = [shown.bytes_of(ins) for _, ins in shown if ins.op in COLLECTIVES | MESSAGES]
-    assert sizes == [row.payload for row in rows(compiled(SPEC, plan), 0)]
+    assert sizes == list(pl.dry_run(SPEC, plan).collectives["payload_bytes"])
 
 
 def test_buckets_are_said_what_lies_in_them():

@@ -200,13 +200,11 @@ class Rank:
 
     def where(self, error: Exception) -> str:
         """The instruction that raised ``error``, and which of its ops, in words."""
-        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
-        ops = [
-            f["op"].name for f in frames if f.get("self") is self and isinstance(f.get("op"), Op)
-        ]
         names = Names(self.program, self.pp, self.recorder.rank)
         text = f"instruction {self.position}, {names.instruction(self.code[self.position])}"
-        return f"{text}: {ops[0]}" if ops else text
+        in_frames = (frame.f_locals.get("op") for frame, _ in walk_tb(error.__traceback__))
+        op = next((op for op in in_frames if isinstance(op, Op)), None)
+        return text if op is None else f"{text}: {op.name}"
 
     # ---- compute ---------------------------------------------------------------------------------
     def FORWARD(self, ins: Instr, ops: list | None = None) -> None:
