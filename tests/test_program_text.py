@@ -263,17 +263,15 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
     assert len(lines) == 1 + 2 * 6 + 1 and all("WARD" in line for line in lines[1:-1])
 
 
-@pytest.mark.parametrize(("asked", "words"), [
-    ("program --lane tp", "lane='tp': no instruction of this program runs there"),
-])  # fmt: skip
-def test_a_shell_refuses_in_the_same_words(asked, words, capsys):
-    assert words in shell_refuses(capsys, *asked.split())
+def test_a_shell_refuses_in_the_same_words(capsys):
+    said = shell_refuses(capsys, "program", "--lane", "tp")
+    assert "lane='tp': no instruction of this program runs there" in said
 
 
 def test_the_shell_prints_a_prediction(capsys):
     asked = ["predict", "--dp", "8", "--tp", "4", "--pp", "2", "--microbatches", "8"]
     assert cli.main([*asked, "--cluster", "dgx-a100"]) == 0
     out = capsys.readouterr().out
-    assert "on dgx-a100" in out or "predicted" in out
+    assert "Report(predicted" in out
     for line in ("step time", "bubble", "tp, inside a node", "dp, across nodes", "activations"):
         assert line in out
