@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from paralab.programs.instructions import WAIT
 from paralab.programs.program import Program
 from paralab.programs.skeleton import stage_parts
 from paralab.spec import links
-from paralab.theory.traffic import Row
 from test_programs_offload import copies_of, held_by
 from together import Case, Trained, named
 
@@ -128,10 +125,10 @@ def test_predicted_boxes_are_the_boxes_of_a_run(ran, one):
 
 
 # ---- the core before this one --------------------------------------------------------------------
-def rows(program: Program, rank: int) -> Iterator[Row]:
+def rows(program: Program, rank: int) -> list:
     member, calls = Member(program, rank, oracles.MACHINE.node_of), Calls(program)
-    made = (calls.of(member.at.pp, ins, member.index) for ins in program.codes[member.at.pp])
-    return map(member.row, chain.from_iterable(made))
+    pp, index = member.at.pp, member.index
+    return [member.row(call) for ins in program.codes[pp] for call in calls.of(pp, ins, index)]
 
 
 def sent(program: Program, rank: int) -> Counter:

@@ -120,9 +120,3 @@ def test_of_hpz_bytes_by_level_are_the_papers_volumes(microbatches):
         ("param_gather", "intra"): n // near * (near - 1) * m * microbatches,
         ("grad_sync", "inter"): over_all,
     }
-
-
-def test_neighbours_share_a_second_copy():
-    plan = pl.Plan(dp=8, shard=4, tp=2, zero_stage=3, secondary_shard=2)
-    assert plan.ranks("secondary", 0) == (0, 2) and plan.ranks("secondary", 7) == (5, 7)
-    assert plan.ranks("shard", 7) == (1, 3, 5, 7)

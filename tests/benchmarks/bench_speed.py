@@ -45,9 +45,8 @@ def seconds(work: Callable[[], Any], times: int = 9) -> tuple[float, Any]:
 
 
 def calls_of(program: Any, rank: int) -> list:
-    member, calls = Member(program, rank), Calls(program)
-    made = (calls.of(member.at.pp, ins, member.index) for ins in program.codes[member.at.pp])
-    return [member.row(call) for some in made for call in some]
+    member, calls, pp = Member(program, rank), Calls(program), program.plan.place(rank).pp
+    return [member.row(call) for ins in program.codes[pp] for call in calls.of(pp, ins)]
 
 
 def laptop(name: str, plan: pl.Plan) -> dict:
