@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import paralab as pl
 from paralab import cli
 from paralab.interpret.folding import NUMBER, Fold, Line, fold
+from paralab.programs import insert, wait
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, COMPUTE, FORWARD, MESSAGES, WAIT
 from refusals import refuses, shell_refuses
@@ -227,9 +228,13 @@ def test_what_sums_several_gradients_in_one_message_says_how_many():
 
 
 def test_equal_programs_do_not_differ():
-    shown = pl.program(SPEC, pl.Plan(dp=2))
-    assert repr(shown.diff(pl.program(SPEC, pl.Plan(dp=2)))).endswith("no difference")
+    shown, again = (pl.program(SPEC, pl.Plan(dp=2, bucket_bytes=40_000)) for _ in range(2))
+    assert repr(shown.diff(again)).endswith("\nno difference")
     refuses("other=3: not a program to read", shown.diff, 3)
+    calls = {at: [wait(i)] for at, i in enumerate(shown.code) if i.op in COLLECTIVES}
+    moved = shown.diff(shown.replace(insert(shown.code, calls)))
+    for text in (repr(moved), moved._repr_html_()):
+        assert "no difference but where ranks wait" in text
 
 
 def test_another_schedule_moves_what_is_the_same():

@@ -94,6 +94,13 @@ class Difference:
         self.changes = [Change(*key, *_together(alike[key])) for key in order]
 
     @property
+    def nothing(self) -> str:
+        """What to say if there are no changes: a pass of one's own may have moved only WAITs."""
+        both = self.before, self.after
+        old, new = ([one.names.instruction(ins) for _, ins in one] for one in both)
+        return "no difference" + " but where ranks wait" * (old != new)
+
+    @property
     def titles(self) -> list[str]:
         """Which programs they are, and how many instructions are the same."""
         return [
@@ -105,7 +112,7 @@ class Difference:
         rows = [(f"{c.sign} {c.op}", c.does, c.amount, c.of) for c in self.changes]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(self.titles + (lines or ["no difference"]))
+        return "\n".join(self.titles + (lines or [self.nothing]))
 
     def _repr_html_(self) -> str:
         from paralab.view.program_table import difference_table
