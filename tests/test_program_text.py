@@ -15,7 +15,7 @@ from paralab import cli
 from paralab.interpret.folding import NUMBER, Fold, Line, fold
 from paralab.programs import insert, wait
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import BACKWARD, COLLECTIVES, COMPUTE, FORWARD, MESSAGES, WAIT
+from paralab.programs.instructions import BACKWARD, COLLECTIVES, COMPUTE, FORWARD, WAIT
 from refusals import refuses, shell_refuses
 
 LAPTOP = pl.ModelSpec.preset("laptop")
@@ -129,14 +129,6 @@ def test_a_line_names_the_asking_ranks_peer_and_a_workers_lane():
     assert whats["h2d"].endswith(" over h2d") and whats["host"].endswith(" on host")
 
 
-@pytest.mark.parametrize("plan", PLANS[:6], ids=str)
-def test_a_messages_bytes_are_those_that_are_counted(plan):
-    plan = pl.Plan(**plan)
-    shown = pl.program(SPEC, plan)
-    sizes = [shown.bytes_of(ins) for _, ins in shown if ins.op in COLLECTIVES | MESSAGES]
-    assert sizes == list(pl.dry_run(SPEC, plan).collectives["payload_bytes"])
-
-
 def test_buckets_are_said_what_lies_in_them():
     shown = repr(pl.program(SPEC, pl.Plan(dp=2, bucket_bytes=40_000)))
     assert re.search(r"\nbucket 0: head\.\S+ … blocks\.5\.\S+, \d+ parameters\n", shown)
@@ -222,9 +214,8 @@ def test_a_difference_counts_every_instruction():
 def test_what_sums_several_gradients_in_one_message_says_how_many():
     before = pl.program(SPEC, pl.Plan(tp=2))
     after = pl.program(SPEC, pl.Plan(tp=2, sequence_parallel=True), clip_norm=1.0)
-    of = {change.does: change.of for change in before.diff(after).changes}
-    assert of["grad over tp, after BACKWARD"] == "blocks.0 and 6 more"
-    assert of["grad → norm, after BACKWARD"] == "head and 7 more"
+    of = {change.op: change.of for change in before.diff(after).changes if "grad" in change.does}
+    assert (of["ALL_REDUCE"], of["NORM"]) == ("blocks.0 and 6 more", "head and 7 more")
 
 
 def test_equal_programs_do_not_differ():
@@ -233,8 +224,8 @@ def test_equal_programs_do_not_differ():
     refuses("other=3: not a program to read", shown.diff, 3)
     calls = {at: [wait(i)] for at, i in enumerate(shown.code) if i.op in COLLECTIVES}
     moved = shown.diff(shown.replace(insert(shown.code, calls)))
-    for text in (repr(moved), moved._repr_html_()):
-        assert "no difference but where ranks wait" in text
+    said = "no difference but where ranks wait"
+    assert said in repr(moved) and said in moved._repr_html_()
 
 
 def test_another_schedule_moves_what_is_the_same():

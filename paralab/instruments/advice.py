@@ -70,9 +70,7 @@ def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, A
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            changed = plan.replace(**change)
-            changed.validate(model)
-            return sum(quick.fullest(model, changed, **how)[1].values())
+            return sum(quick.fullest(model, plan.replace(**change), **how)[1].values())
     except ValueError:
         return math.inf
 
