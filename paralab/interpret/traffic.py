@@ -6,9 +6,8 @@ the full buffer, follows from the sizes of values (`Calls.payload`); theory/traf
 of these bytes a rank sends.
 
 The data-parallel and tensor-parallel ranks of a pipeline rank make the same calls, each in its own
-groups. A group may lie inside a node or reach over several: the *level* of its calls. Bytes inside
-nodes and bytes between nodes are never added up (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3
-argues by the two levels).
+groups. A group may lie inside a node or reach over several: the *level* of its calls (PTD-P,
+Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by the two levels).
 
 What is counted equals what a run records, row by row. Labs 01, 02, 05, 07.
 """
