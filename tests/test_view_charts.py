@@ -666,7 +666,7 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
 
 # ---- scaling -------------------------------------------------------------------------------------
 def test_scaling_holds_every_point_against_what_one_rank_does_alone():
-    chart = view.scaling(ROWS[::-1])  # in whatever order
+    chart = view.scaling(list(map(pd.Series, reversed(ROWS))))  # rows of a table, in any order
     frame, by_name = chart.table.set_index(["form", "ranks"]), {t.name: t for t in chart.data}
     assert frame.loc[("naive", 4), "efficiency"] == pytest.approx(0.5)
     assert frame.loc[("naive", 4), "throughput"] == pytest.approx(200.0)

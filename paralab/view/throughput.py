@@ -71,7 +71,7 @@ def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     if not isinstance(rows, Sequence) or not rows:
         raise illegal("rows", rows, "not a list of rows", f"one row per run: {legal}")
     for i, row in enumerate(rows):
-        instance(f"rows[{i}]", row, Mapping, legal, "mapping")
+        instance(f"rows[{i}]", row, (Mapping, pd.Series), legal, "mapping")
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
         clocks = tuple(naming.CLOCK_MEANS) if i == 0 else (rows[0]["clock"],)
         choice(f"rows[{i}]['clock']", row.get("clock"), clocks)
