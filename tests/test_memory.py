@@ -367,10 +367,10 @@ def test_advice_names_settings_that_fit_by_prediction():
     assert said.startswith("By prediction, zero_stage=3, microbatch_size=2, microbatches=4 (3.6 MB")
     said = advice(MODEL, plan, optimizer="adamw", limit=whole * 3 // 10)
     assert said.startswith("By prediction, zero_stage=3, microbatch_size=1, microbatches=8, recom")
+    said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
+    assert "comes closest, but does not fit. More data-parallel ranks" in said
+    assert said.count("zero_stage") == said.count("zero_stage=3, offload='cpu'") == 1
     wide, stages = MODEL.replace(vocab=2048), pl.Plan(pp=3, microbatches=4)
     last = sum(quick.fullest(wide, stages.replace(recompute="full"))[1].values())
     for limit, fits in ((last, True), (last - 1, False)):  # on every stage
         assert ("recompute='full' (" in advice(wide, stages, limit=limit)) == fits
-    said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
-    assert "comes closest, but does not fit. More data-parallel ranks" in said
-    assert said.count("zero_stage") == said.count("zero_stage=3, offload='cpu'") == 1
