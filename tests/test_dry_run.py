@@ -74,7 +74,7 @@ def test_at_scale_bytes_are_those_of_arithmetic(big):
     # 1F1B: as many micro-batches as stages from here on, of each the inputs of two blocks.
     assert held["activations"] >= (64 - before) * 2 * message
     assert held["total"] == pytest.approx(16 * psi + (64 - before) * 2 * message, rel=0.1)
-    sent = big.traffic(by=("axis", "level")).set_index(["axis", "level"])["bytes"]
+    sent = big.collectives.groupby(["axis", "level"])["wire_bytes"].sum()
     assert sent["pp", "inter"] == 2 * plan.microbatches * message
     # Two blocks: two all-reduces forward, two recomputed, two backward, 2 (t-1)/t x each.
     assert sent["tp", "intra"] == plan.microbatches * 2 * 6 * 2 * 7 * message // 8
