@@ -96,8 +96,7 @@ class Difference:
     @property
     def nothing(self) -> str:
         """What to say if there are no changes: a pass of one's own may have moved only WAITs."""
-        both = self.before, self.after
-        old, new = ([one.names.instruction(ins) for _, ins in one] for one in both)
+        old, new = ([p.names.instruction(i) for _, i in p] for p in (self.before, self.after))
         return "no difference" + " but where ranks wait" * (old != new)
 
     @property
