@@ -328,7 +328,7 @@ MUTANTS = {
     # ---- tensor parallelism
     "g: no sum behind a pair of layers": Mutant("tensor parallel", TENSOR, "if last.message == G:",
         "if last.message == F:",
-        check="x embedding is a partial sum: it is not summed over the tensor-parallel"),
+        check="x embedding.position is a partial sum: it is not summed over the tensor-parallel"),
     "f: no sum of the input's gradient": wrong("tensor parallel", TENSOR,
         "return [*gathers, input_half, message, weight_half]",
         "return [*gathers, input_half, weight_half]",
@@ -468,7 +468,7 @@ MUTANTS = {
     "no WAIT before what a call brings is read: ZeRO-3": Mutant("ZeRO-3", *NO_WAIT,
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
     "no WAIT before what a call brings is read: sequence parallel": Mutant("sequence parallel",
-        *NO_WAIT, check="reads x embedding, which a call in flight uses"),
+        *NO_WAIT, check="reads x embedding.position, which a call in flight uses"),
     "no WAIT before what a call brings is read: pipeline": Mutant("pipeline", *NO_WAIT,
         check="reads g blocks.1, which a call in flight uses", late=GRADIENTS),
     "WAIT behind the instruction that it is for": Mutant("ZeRO-3", DERIVE,

@@ -217,7 +217,7 @@ def test_a_run_of_an_own_schedule_is_compared_after_it_was_saved(tmp_path):
     loaded = pl.load(tmp_path / "run.json")
     assert compare(expect, loaded).table.equals(compare(expect, measured).table)
     peaks = loaded.peaks()  # what the program is compiled from is not in the file
-    assert (peaks["program"] == 0).all() and peaks["measured"]["total"] > 0
+    assert list(peaks) == ["measured"] and peaks["measured"]["total"] > 0
     assert measured.peaks()["program"]["total"] > 0
 
 

@@ -12,7 +12,6 @@ import paralab as pl
 from paralab.interpret.costs import Compute, Cost, Costs, Posted
 from paralab.interpret.spans import spans
 from paralab.interpret.time import Times, time
-from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.derive import derived
 from paralab.programs.instructions import (
@@ -344,11 +343,13 @@ def test_one_device_takes_what_its_ops_state_and_the_optimizer_moves():
 
 def test_calls_inside_an_op_are_waited_for_and_those_beside_its_weight_half_hide():
     """Behind a product, or behind the weight half's own message on another axis."""
-    program = compiled(MODEL, pl.Plan(tp=8, tp_mode="3d", microbatch_size=4))
-    made, ops = list(rows(program, 0)), program.model.ops
+    plan = pl.Plan(tp=8, tp_mode="3d", microbatch_size=4)
+    program, made = compiled(MODEL, plan), pl.dry_run(MODEL, plan).collectives
     calls = sum(
-        links.messages(row.op, len(row.ranks)) / (1 + (row.op == "all_reduce")) for row in made
+        links.messages(op, len(ranks)) / (1 + (op == "all_reduce"))
+        for op, ranks in zip(made["op"], made["ranks"], strict=True)
     )
+    ops = program.model.ops
     beside = sum(call.overlapped for op in ops for some in op.calls.values() for call in some)
     assert 0 < beside < calls
     assert time(program, cluster(1.0)).seconds == pytest.approx(calls - beside)

@@ -321,6 +321,7 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
     said, table = str(caught.value), caught.value.table
     assert said.startswith("rank 0 ran out of memory: in step 0, backward of micro-batch 1, it ask")
     assert said.count(table) == 1 and caught.value.rank == 0
+    assert said.rstrip().endswith("\n(in instruction 15, BACKWARD head mb 1: head.loss)")
     held = [line.rsplit(None, 2) for line in table.splitlines() if line.endswith(("MB", " B"))]
     units = {"MB": 1.0, "B": 1e-6}
     rows = {name.strip(): float(size.replace(",", "")) * units[u] for name, size, u in held}
@@ -382,3 +383,7 @@ def test_advice_names_settings_that_fit_by_prediction():
     said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
     assert "comes closest, but does not fit. More data-parallel ranks" in said
     assert said.count("zero_stage") == said.count("zero_stage=3, offload='cpu'") == 1
+    wide, stages = MODEL.replace(vocab=2048), pl.Plan(pp=3, microbatches=4)
+    last = sum(quick.fullest(wide, stages.replace(recompute="full"))[1].values())
+    for limit, fits in ((last, True), (last - 1, False)):  # on every stage
+        assert ("recompute='full' (" in advice(wide, stages, limit=limit)) == fits

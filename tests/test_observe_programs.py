@@ -695,7 +695,8 @@ SAID = {
     (the_first_fsdp, True, 2): (4, {TIMES: (ONCE,), FORM: (
         "axis replicate: " + SUMMED + "2 (n−1)/n Ψ = 0.132 MB",
         "axis shard: sharded parameters (FSDP, ZeRO-3), gathered for the forward, and not")}),
-    (sums_a_statistic,): (2, {TIMES: None, FORM: ("unused or local parameters (experts, say)",)}),
+    (sums_a_statistic,): (2, {TIMES: None, FORM: (
+        "unused or local parameters (experts, say)", "send less, and padded shards more")}),
     (exchanges,): (2, {TIMES: None, FORM: ("0→1 (2), 1→0 (2); it may be", "parts")}),
     (scatters_and_sends,): (2, {TIMES: None, CALLS: (
         "axis world, data: 1 × reduce_scatter of 8,000 B", "data: 1 × send of 4,000 B",

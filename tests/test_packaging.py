@@ -176,6 +176,7 @@ def test_every_target_of_help_and_readme_is_there_and_every_one_is_explained():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE))
     assert {"lab", "test", "demo"} <= named <= set(DOCUMENTED.split())
+    assert "`~/.cache/paralab`" in text  # what is left outside the clone
     explained = re.findall(r"^ +make ([\w-]+) ", make("help").stdout, re.MULTILINE)
     assert " ".join(explained) == DOCUMENTED
     for target in explained:

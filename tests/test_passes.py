@@ -8,12 +8,10 @@ ones keep in test_papers_korthikanti.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 import paralab as pl
-from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import (
     BACKWARD_WEIGHT,
@@ -23,17 +21,16 @@ from paralab.programs.instructions import (
     RECOMPUTE,
     keeps,
 )
+from stated import TIERS
 
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
 
 
-def sent(plan: pl.Plan, *by: str, node_of: Callable = lambda rank: 0) -> Counter:
-    """{fields of a call: bytes that all ranks send in such calls}"""
-    program, found = compiled(SPEC, plan), Counter()
-    for rank in range(plan.world_size):
-        for row in rows(program, rank, node_of):
-            found[tuple(getattr(row, name) for name in by)] += row.wire
-    return found
+def sent(plan: pl.Plan, *by: str, near: int = 4) -> dict:
+    """{columns of a call: bytes that all ranks send in such calls}, ``near`` ranks on a node"""
+    nodes = TIERS.replace(nodes=4 // near, devices_per_node=near)
+    calls = pl.predict(SPEC, plan, nodes, steps=1).collectives
+    return calls.groupby(list(by))["wire_bytes"].sum().to_dict()
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -118,14 +115,8 @@ def test_of_hpz_bytes_by_level_are_the_papers_volumes(microbatches):
     program = compiled(SPEC, plan)
     m = sum(program.model.item * unit.numel for units in program.units for unit in units)
     over_all = (n - 1) * m * microbatches
-    assert sent(plan, "phase", "level", node_of=lambda rank: rank // near) == {
+    assert sent(plan, "phase", "level", near=near) == {
         ("param_gather", "inter"): over_all,
         ("param_gather", "intra"): n // near * (near - 1) * m * microbatches,
         ("grad_sync", "inter"): over_all,
     }
-
-
-def test_neighbours_share_a_second_copy():
-    plan = pl.Plan(dp=8, shard=4, tp=2, zero_stage=3, secondary_shard=2)
-    assert plan.ranks("secondary", 0) == (0, 2) and plan.ranks("secondary", 7) == (5, 7)
-    assert plan.ranks("shard", 7) == (1, 3, 5, 7)

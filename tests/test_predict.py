@@ -29,14 +29,6 @@ from stated import FREE, MODEL, SCHEDULES, cluster, mixed, plan_of
 DEEP = MODEL.replace(layers=8)
 
 
-def sent(report, **where):
-    """Bytes of all ranks in the first step."""
-    calls = report.collectives[report.collectives["step"] == 0]
-    for column, value in where.items():
-        calls = calls[calls[column] == value]
-    return int(calls["wire_bytes"].sum())
-
-
 # ---- time -----------------------------------------------------------------------------------
 @settings(deadline=None, max_examples=10)
 @given(
@@ -169,7 +161,7 @@ def test_recomputation_costs_its_forward_once_more_and_no_bytes(recompute):
              "full": flops.block_flops(MODEL, 2)}  # fmt: skip
     assert more > MODEL.layers * least[recompute] / cluster().flops
     assert cost[1]["forward"] == pytest.approx(cost[0]["forward"], rel=1e-12)
-    assert sent(plain) == sent(again)
+    assert plain.traffic().equals(again.traffic())
 
 
 def test_a_shard_takes_an_nth_of_the_optimizers_time():

@@ -411,7 +411,7 @@ def test_losers_have_the_other_choices_and_a_reason(small):
     ({"memory": 50_000}, "none .* in 50 kB: the smallest of 3 compiled ones needs .*legal: "),
     ({"memory": 1, "model": SMALL, "devices": 1, "global_batch": 2, "recompute": "none",
       "offload": None}, r"none of 2 plans .* smallest needs 54\.1 MB .*pp=1 m=1 b=2"),
-    ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
+    ({"memory_limit": "6MB"}, "6MB': no argument of a search and no .* legal: .*, memory, .*, dp,"),
     ({"devices": 9}, "'stated' has 8"),
     ({"schedule": "l2l"}, "does not try it, .*predicts such a plan; legal: 'naive'"),
     ({"passes": (len,)}, "passes=.*predicts such a plan"),

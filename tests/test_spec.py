@@ -83,6 +83,8 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
     assert whole.shard_degree == 4 and plan.shard_degree == 2
     assert whole.ranks("shard", 5) == whole.ranks("dp", 5) == (4, 5, 6, 7)
     assert whole.ranks("replica", 5) == (5,)
+    second = pl.Plan(dp=8, shard=4, tp=2, zero_stage=3, secondary_shard=2)
+    assert second.ranks("secondary", 7) == (5, 7) and second.ranks("shard", 7) == (1, 3, 5, 7)
 
 
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",

@@ -667,7 +667,7 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
 
 # ---- scaling -------------------------------------------------------------------------------------
 def test_scaling_holds_every_point_against_what_one_rank_does_alone():
-    chart = view.scaling(ROWS[::-1])  # in whatever order
+    chart = view.scaling(list(map(pd.Series, reversed(ROWS))))  # rows of a table, in any order
     frame, by_name = chart.table.set_index(["form", "ranks"]), {t.name: t for t in chart.data}
     assert frame.loc[("naive", 4), "efficiency"] == pytest.approx(0.5)
     assert frame.loc[("naive", 4), "throughput"] == pytest.approx(200.0)
@@ -728,6 +728,7 @@ ONE = synthetic.report(2)
     (r"rows\[0\]\['form'\]=None: not a name", lambda: view.scaling([ROWS[0] | {"form": None}])),
     (r"rows=\[\]: not a list of rows; legal: one row per run", lambda: view.scaling([])),
     ("not a list of rows", lambda: view.scaling(pd.DataFrame(ROWS))),
+    (r"rows\[0\]=.*: not a mapping; legal: form, ranks", lambda: view.scaling([ONE])),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(says, draw):
     refuses(says, draw)

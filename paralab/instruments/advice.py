@@ -18,7 +18,7 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
 
     Each setting is tried alone, then each together with those that cost less.
 
-    how  ``optimizer``, ``rank``, ``gloo`` and ``clips``, as `quick.peak` takes them
+    how  ``optimizer``, ``gloo`` and ``clips``, as `quick.peak` takes them
     """
     alone = _changes(plan)
     # A later change of the same setting is the stronger: stage 3 replaces 1.
@@ -64,15 +64,13 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, Any]) -> float:
-    """Bytes at the peak; infinite if the changed plan is not legal."""
+    """Bytes at the highest peak of all ranks; infinite if the changed plan is not legal."""
     if change.get("zero_stage") and plan.grad_sync != "overlapped":
         change = {**change, "grad_sync": "overlapped"}  # the only one with ZeRO
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            changed = plan.replace(**change)
-            changed.validate(model)
-            return sum(quick.peak(model, changed, **how).values())
+            return sum(quick.fullest(model, plan.replace(**change), **how)[1].values())
     except ValueError:
         return math.inf
 

@@ -20,7 +20,7 @@ from itertools import count, groupby
 from typing import Any, NamedTuple
 
 from paralab.interpret.folding import Fold, Item, Line, fold
-from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
+from paralab.programs.instructions import COLLECTIVES, COMPUTE, NORM, WAIT, Instr, sums_shared
 from paralab.view.theme import in_bytes
 
 SIGNS = {"+": "added", "-": "removed", "↕": "moved", "~": "keeps or frees other values"}
@@ -94,6 +94,12 @@ class Difference:
         self.changes = [Change(*key, *_together(alike[key])) for key in order]
 
     @property
+    def nothing(self) -> str:
+        """What to say if there are no changes: a pass of one's own may have moved only WAITs."""
+        old, new = ([p.names.instruction(i) for _, i in p] for p in (self.before, self.after))
+        return "no difference" + " but where ranks wait" * (old != new)
+
+    @property
     def titles(self) -> list[str]:
         """Which programs they are, and how many instructions are the same."""
         return [
@@ -105,7 +111,7 @@ class Difference:
         rows = [(f"{c.sign} {c.op}", c.does, c.amount, c.of) for c in self.changes]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(self.titles + (lines or ["no difference"]))
+        return "\n".join(self.titles + (lines or [self.nothing]))
 
     def _repr_html_(self) -> str:
         from paralab.view.program_table import difference_table
@@ -136,6 +142,8 @@ def _steps(program: Any) -> dict[tuple, _Step]:
             made_by = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
             does, place = _does(ins, made_by, needed_by[position]), program.names.about(ins)
+            if ins.op == NORM or sums_shared(ins):
+                place = program.names.values(ins.reads).partition(" ")[2]
             mb, size = ins.mb if several else -1, program.bytes_of(ins)
             steps[*line, next(times[line])] = _Step(ins, after, does, place, mb, size)
     return steps

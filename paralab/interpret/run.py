@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from paralab.programs.instructions import (
     sums_shared,
     wait,
 )
+from paralab.programs.names import Names
 from paralab.spec import TIED
 
 Groups = dict[str, Any]  # {axis: comm.Group}
@@ -196,12 +198,13 @@ class Rank:
             recorder.leave()
         return [self.losses[k] for k in sorted(self.losses)]
 
-    def where(self) -> str:
-        """What this rank is doing, for an error's message."""
-        ins = self.code[self.position]
-        ops = self.model.ops[slice(*ins.at)] if ins.op in COMPUTE else ()
-        at = " " + " to ".join(dict.fromkeys((ops[0].name, ops[-1].name))) if ops else ""
-        return f"{ins.op}{at}" + (f", micro-batch {ins.mb}" if ins.mb >= 0 else "")
+    def where(self, error: Exception) -> str:
+        """The instruction that raised ``error``, and which of its ops, in words."""
+        names = Names(self.program, self.pp, self.recorder.rank)
+        text = f"instruction {self.position}, {names.instruction(self.code[self.position])}"
+        in_frames = (frame.f_locals.get("op") for frame, _ in walk_tb(error.__traceback__))
+        op = next((op for op in in_frames if isinstance(op, Op)), None)
+        return text if op is None else f"{text}: {op.name}"
 
     # ---- compute ---------------------------------------------------------------------------------
     def FORWARD(self, ins: Instr, ops: list | None = None) -> None:

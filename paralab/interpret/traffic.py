@@ -6,16 +6,15 @@ the full buffer, follows from the sizes of values (`Calls.payload`); theory/traf
 of these bytes a rank sends.
 
 The data-parallel and tensor-parallel ranks of a pipeline rank make the same calls, each in its own
-groups. A group may lie inside a node or reach over several: the *level* of its calls. Bytes inside
-nodes and bytes between nodes are never added up (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3
-argues by the two levels).
+groups. A group may lie inside a node or reach over several: the *level* of its calls (PTD-P,
+Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by the two levels).
 
-`rows` equals what a run records, row by row. Labs 01, 02, 05, 07.
+What is counted equals what a run records, row by row. Labs 01, 02, 05, 07.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -36,19 +35,6 @@ from paralab.programs.program import Program
 from paralab.theory.traffic import Row, row
 
 OPS = {op: op.lower() for op in (SEND, *COLLECTIVES)} | {RECEIVE: "recv"}
-
-
-def rows(
-    program: Program, rank: int, node_of: Callable[[int], int] = lambda rank: 0
-) -> Iterator[Row]:
-    """Every call of a global rank in one step, in the order in which it makes them.
-
-    node_of  node by global rank; by default all share one
-    """
-    member, calls = Member(program, rank, node_of), Calls(program)
-    for ins in program.codes[member.at.pp]:
-        for call in calls.of(member.at.pp, ins, member.index):
-            yield member.row(call)
 
 
 class Calls:

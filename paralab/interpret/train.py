@@ -131,7 +131,11 @@ class Trainer:
         if keep_gradients:
             rank.before_update, self.gradients = self._look_at_gradients, {}
         recorder.begin_step(step)
-        losses = rank.step(batch)
+        try:
+            losses = rank.step(batch)
+        except Exception as error:
+            error.add_note(f"(in {rank.where(error)})")
+            raise
         rank.before_update = None
         losses, scaling = losses if self.reports_loss else [], self.state.scaling()
         values = read_scalars([*losses, *scaling], device=self.context.device)
@@ -212,7 +216,7 @@ def train(
                   divides the number of steps that the training has done
     """
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    facts = {"limit": memory_limit, "rank": context.rank, "gloo": context.backend != "nccl"}
+    facts = {"limit": memory_limit, "gloo": context.backend != "nccl"}
     facts["clips"] = settings.get("clip_norm") is not None
     facts["optimizer"] = settings.get("optimizer", "adamw")
     help_with = functools.partial(advice, model, plan, **facts)

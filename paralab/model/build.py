@@ -129,9 +129,9 @@ class _Builder:
 
     def embedding(self) -> list[Op]:
         return [
-            ops.Tokens("embedding", self.part, self.shape(TIED[0])),
+            ops.Tokens("embedding.token", self.part, self.shape(TIED[0])),
             *self.leave("embedding.sum"),
-            ops.Positions("embedding", self.part, self.shape("embedding.position.weight")),
+            ops.Positions("embedding.position", self.part, self.shape("embedding.position.weight")),
         ]
 
     def block(self, at: str) -> list[Op]:

@@ -159,7 +159,7 @@ class Tokens(Op):
 
     def __init__(self, name: str, part: Part, shape: tuple[int, int]) -> None:
         super().__init__(name)
-        self.params, self.sharded = {"token.weight": shape}, bool(part.entries_axis)
+        self.params, self.sharded = {"weight": shape}, bool(part.entries_axis)
         self.out = part.lookups * shape[1]
         # Per token its index, int64, and with a sharded vocabulary whether it is elsewhere.
         self.keeps = self.deferred = self.defers_kept = (8 + self.sharded) * part.lookups
@@ -174,7 +174,7 @@ class Tokens(Op):
     def forward(self, weights, state, env):
         import torch.nn.functional as F
 
-        tokens, weight = state[0].flatten(), weights["token.weight"]
+        tokens, weight = state[0].flatten(), weights["weight"]
         if not self.sharded:
             return (F.embedding(tokens, weight),), (tokens, None)
         local = tokens - env.first_token  # positions in this rank's range of the entries
@@ -192,10 +192,10 @@ class Tokens(Op):
         tokens, elsewhere, g = deferred
         if elsewhere is not None:
             g = g.masked_fill(elsewhere.unsqueeze(1), 0.0)
-        rows = self.params["token.weight"][0]
+        rows = self.params["weight"][0]
         backward = torch.ops.aten.embedding_dense_backward.default
         gradient = backward(g, tokens, rows, -1, False)
-        into.add("token.weight", gradient)
+        into.add("weight", gradient)
 
 
 class Dropping(Op):
@@ -219,7 +219,8 @@ class Dropping(Op):
 
     def drop(self, x, env):
         """(x with dropout, in place; the mask, or None without dropout)."""
-        mask = env.mask(self.name, self.p, "residual") if self.p else None
+        name = self.name.removesuffix(".position")  # the reference's name for the embedding
+        mask = env.mask(name, self.p, "residual") if self.p else None
         return (x if mask is None else drop_(x, mask, self.p)), mask
 
     def undrop(self, mask, g):
@@ -231,7 +232,7 @@ class Positions(Dropping):
 
     def __init__(self, name: str, part: Part, shape: tuple[int, int]) -> None:
         super().__init__(name, part)
-        self.params, self.length = {"position.weight": shape}, shape[0]
+        self.params, self.length = {"weight": shape}, shape[0]
         self.defers_grad, self.defers_made = self.passes_grad, not self.passes_grad
         self.scratch = (self.scratch[0], 0, part.item * math.prod(shape))
         forward, backward, _ = self.work
@@ -239,7 +240,7 @@ class Positions(Dropping):
 
     def compute(self, weights, x, env):
         width = x.shape[1]
-        y = x.view(-1, self.length, width).add_(weights["position.weight"]).view(-1, width)
+        y = x.view(-1, self.length, width).add_(weights["weight"]).view(-1, width)
         return self.drop(y, env)
 
     def differentiate(self, weights, mask, g, env):
@@ -247,7 +248,7 @@ class Positions(Dropping):
         return g, g
 
     def weight_grad(self, g, into, env):
-        into.add("position.weight", g.view(-1, self.length, g.shape[1]).sum(0))
+        into.add("weight", g.view(-1, self.length, g.shape[1]).sum(0))
 
 
 class Norm(Op):

@@ -148,7 +148,8 @@ def values(
     usual = {field.name: field.default for field in dataclasses.fields(Plan)}
     for name in pinned:
         if name not in usual:
-            raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
+            legal = ", ".join(("devices, global_batch, memory, optimizer, top", *sorted(usual)))
+            raise illegal(name, pinned[name], "no argument of a search and no field of Plan", legal)
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):

@@ -199,11 +199,11 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
 
     One row per category, always in the same order, and one "total". Two columns: "program", the
     peak that interpret/memory.py computes from the plan's program, workspace included; and, under
-    the name of the report's clock, the bytes of the report. "program" is 0 for a traced function,
-    and for a saved report with a block, schedule or passes of the user's own. On a 2D or 2.5D grid
-    it is that of the rank that holds most; others hold up to a few per cent less. With tp > 1 a
-    tensor that a message fills may be a buffer in one column, workspace in the other. A dry run is
-    computed from the program, so it has one column. Raises ValueError if memory was not sampled.
+    the name of the report's clock, the bytes of the report. There is no "program" of a traced
+    function, nor of a saved report with a block, schedule or passes of the user's own; a dry run is
+    computed from the program. On a 2D or 2.5D grid it is that of the rank that holds most; others
+    hold up to a few per cent less. With tp > 1 a tensor that a message fills may be a buffer in one
+    column, workspace in the other. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
 
@@ -214,14 +214,11 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
             raise illegal("rank", rank, "this rank has no samples of memory", f"one of {ranks}")
         raise illegal("memory", None, "memory was not sampled", "a report of pl.run or pl.predict")
     columns, plan = {report.clock: highest.held}, report.plan
-    if report.clock != DRY:
-        program = {}
-        parts = (plan.schedule, *plan.passes, report.model and report.model.block)
-        if report.model is not None and not any(map(saved, parts)):
-            settings = {"optimizer": report.meta.get("optimizer", "adamw"), "rank": highest.rank}
-            settings |= {"gloo": _gloo(report), "clips": report.meta.get("clip_norm") is not None}
-            program = quick.peak(report.model, plan, **settings)
-        columns = {"program": program, **columns}
+    parts = (plan.schedule, *plan.passes, report.model and report.model.block)
+    if report.clock != DRY and report.model is not None and not any(map(saved, parts)):
+        settings = {"optimizer": report.meta.get("optimizer", "adamw"), "rank": highest.rank}
+        settings |= {"gloo": _gloo(report), "clips": report.meta.get("clip_norm") is not None}
+        columns = {"program": quick.peak(report.model, plan, **settings), **columns}
     categories = dict.fromkeys([*CATEGORIES, *highest.held, *columns.get("program", ())])
     table = pd.DataFrame(
         {name: [held.get(c, 0) for c in categories] for name, held in columns.items()},

@@ -102,7 +102,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if not all(map(whole_number, (reduced[op], *gathers.values()))):
         text += "; these are not whole multiples of Ψ: unused or local parameters (experts, say), "
         text += "messages in fewer bits, steps that reduce nothing, and parameters that are kept "
-        text += "for the backward send less"
+        text += "for the backward send less, and padded shards more"
     if frozen:
         text += f"; in addition, {gathered:.3g} (n−1)/n times {mb(frozen)} of frozen parameters"
         text += ", if these are gathered as often"

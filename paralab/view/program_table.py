@@ -44,7 +44,7 @@ def difference_table(difference: Any, signs: Mapping[str, str]) -> str:
             f'<td class="long">{subjects}</td>'
         )
     words = ", ".join(f"{sign} {meaning}" for sign, meaning in signs.items())
-    notes = [words if lines else "no difference"]
+    notes = [words if lines else difference.nothing]
     return _framed(difference.titles, lines, [change.example for change in changes], notes)
 
 

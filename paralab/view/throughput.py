@@ -67,10 +67,11 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _checked(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    legal = "form, ranks, step_time, samples, clock"
     if not isinstance(rows, Sequence) or not rows:
-        legal = "one row per run: form, ranks, step_time, samples, clock"
-        raise illegal("rows", rows, "not a list of rows", legal)
+        raise illegal("rows", rows, "not a list of rows", f"one row per run: {legal}")
     for i, row in enumerate(rows):
+        instance(f"rows[{i}]", row, (Mapping, pd.Series), legal, "mapping")
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
         clocks = tuple(naming.CLOCK_MEANS) if i == 0 else (rows[0]["clock"],)
         choice(f"rows[{i}]['clock']", row.get("clock"), clocks)

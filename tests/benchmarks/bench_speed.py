@@ -18,7 +18,7 @@ from typing import Any
 import paralab as pl
 from paralab.interpret.memory import memory
 from paralab.interpret.time import time as timed
-from paralab.interpret.traffic import rows
+from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
 
 LAPTOP = pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128)
@@ -44,13 +44,18 @@ def seconds(work: Callable[[], Any], times: int = 9) -> tuple[float, Any]:
     return statistics.median(spent), found
 
 
+def calls_of(program: Any, rank: int) -> list:
+    member, calls, pp = Member(program, rank), Calls(program), program.plan.place(rank).pp
+    return [member.row(call) for ins in program.codes[pp] for call in calls.of(pp, ins)]
+
+
 def laptop(name: str, plan: pl.Plan) -> dict:
     compiling, program = seconds(lambda: compiled(LAPTOP, plan))
     parts = {"compile": compiling}
     parts["time"], _ = seconds(lambda: timed(program, HERE))
     parts["memory"], _ = seconds(lambda: [memory(program, pp) for pp in range(plan.pp)])
     ranks = range(plan.world_size)
-    parts["traffic"], _ = seconds(lambda: [list(rows(program, rank)) for rank in ranks])
+    parts["traffic"], _ = seconds(lambda: [calls_of(program, rank) for rank in ranks])
     tables, report = seconds(lambda: pl.predict(LAPTOP, plan, HERE, steps=1))
     drawing, _ = seconds(lambda: (report.timeline(), report.memory_chart()), 3)
     said = ", ".join(f"{what} {1e3 * some:.1f}" for what, some in parts.items())
