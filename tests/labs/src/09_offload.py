@@ -352,7 +352,8 @@ exercise
 ### ANSWER: streamed_optimizer
 
 
-pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
+verdict = pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
+verdict
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** AdamW is elementwise: element i of the new state depends on element i of the old
@@ -420,11 +421,9 @@ halved
 # %% tags=["measured"]
 runs = {}
 for name, make in (("torch.optim.AdamW", adamw), ("yours", streamed)):
-    try:
+    if verdict or make is adamw:
         runs[name] = pl.observe(train, ranks=1, args=(make,), steps="marked", memory_steps=3)
-    except pl.RankError as error:
-        if "NotImplementedError" not in str(error):
-            raise
+    else:
         print("write MyStreamedAdamW first")
 files = pl.Plan(microbatch_size=4, zero_stage=3, offload="nvme")
 runs["the plan, in files"] = pl.run(wide, files, steps=3, progress=False)
