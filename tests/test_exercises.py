@@ -86,8 +86,6 @@ class Speechless(RuntimeError):
 
 
 STATES = [  # answer, a limit it breaks, words of the verdict
-    (lambda m, recipe: states(m, {s: size for s, size in recipe.items() if s != "master"}),
-     "tied output matrix", "'master' is missing"),
     (of(lambda m: m.num_params + m.tied * m.vocab * m.hidden), "tied output matrix",
      "count it once"),
     (of(lambda m: m.num_params - (not m.tied) * m.vocab * m.hidden), "untied output matrix",
@@ -96,7 +94,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (of(lambda m: m.num_params / 1e9), "large models", "required: bytes"),
     (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
      "'parameters': required: 497.759 MB, yours 663.679 MB"),
-    (lambda *asked: None, "tied output matrix", "required: a dict, {state: bytes}, yours is None"),
+    (lambda *asked: None, "tied output matrix", "required: a dict, {name: bytes}, yours is None"),
 ]  # fmt: skip
 DEVICES = [
     (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),

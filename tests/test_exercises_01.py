@@ -33,7 +33,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
           ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
      ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most 13,336, "
-      "one chunk; one buffer is enough, made before the loop: to make it anew needs room for two")),
+      "one chunk; one buffer is enough, made before the loop: one per step needs room for two")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring((HEAD, f"{HEAD}        for one in zip(leaving.tensor_split(9), arriving.tensor_split(9)):"

@@ -65,7 +65,7 @@ class Reply(NamedTuple):
             yield limit, wrong or wrong_number(numbers[position], size, known, *how)
 
     def states(self, right: Mapping[str, float], known: Callable[[str], Mistakes]) -> str:
-        """What is wrong with the first wrong entry of a reply that has to be {state: bytes}, or "".
+        """What is wrong with the first wrong entry of a reply that has to be {name: bytes}, or "".
 
         right  the right entries
         known  state -> the known mistakes
@@ -74,9 +74,9 @@ class Reply(NamedTuple):
         if self.trouble:
             return self.trouble
         if not isinstance(states, Mapping):
-            return f"required: a dict, {{state: bytes}}, yours is {kind_of(states)}"
+            return f"required: a dict, {{name: bytes}}, yours is {kind_of(states)}"
         if missing := [state for state in right if state not in states]:
-            return f"the state {missing[0]!r} is missing"
+            return f"{missing[0]!r} is missing"
         if other := [state for state in states if state not in right]:
             return f"yours has {shown(other[0])}, required: only {', '.join(right)}"
         for state, size in right.items():
