@@ -41,6 +41,7 @@ view.ring(4)
 # |---|---|
 # | N | ranks of a group |
 # | k | ranks of a node; a **node** is one machine, with one device or several |
+# | M | nodes of a group, N/k (in other labs M stands for bytes of memory) |
 # | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
 # | q | pieces that a tensor is sent in |
 # | h | hidden size of a transformer |
@@ -123,7 +124,7 @@ guess
 # $$\text{sent} = \underbrace{(N-1)\frac{S}{N}}_\text{reduce-scatter}
 # + \underbrace{(N-1)\frac{S}{N}}_\text{all-gather} = 2\,\frac{N-1}{N}\,S.$$
 #
-# Never more than $2S$, however many ranks there are. Nor can the ranks send less on average, as
+# This is less than $2S$, however many ranks there are. Nor can the ranks send less on average, as
 # long as only ranks add (some switches can add too). For each element, $N$ terms must become one,
 # so $N-1$ times some rank sends away what it has; and $N-1$ ranks must learn the result, which
 # takes $N-1$ more sends. That is $2(N-1)S$ bytes for all elements, $2(N-1)S/N$ per rank; the rank

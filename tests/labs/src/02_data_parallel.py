@@ -50,7 +50,7 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # |---|---|
 # | $N$ | data-parallel ranks; a rank has the number $r = 0 \dots N-1$ |
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
-# | $L$, $\ell_i$ | the loss of a batch; of its sample $i$ |
+# | $L$, $\ell_i$ | the loss of a batch (elsewhere $L$ is the number of blocks); of its sample $i$ |
 # | $\Psi$ | parameters of the model (a count); their fp32 gradients have $4\Psi$ bytes |
 # | $S$ | bytes of the tensor that is reduced |
 # | $q$ | buckets: messages into which the gradients are packed |
