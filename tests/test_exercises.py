@@ -293,10 +293,10 @@ def asked(**settings):
 
 def test_a_guess_is_committed_once_and_stands():
     guess = asked()
-    assert repr(guess) == "Guess(MB per rank?, not committed yet)"
+    assert repr(guess) == "MB per rank? (not committed yet)\n  from 0.0 MB to 10.0 MB"
     assert repr(guess.commit(3.4)) == "committed: 3.4 MB"
     assert "committed to 3.4 MB already" in repr(guess.commit(5)) and guess.value == 3.4
-    assert repr(guess) == "Guess(MB per rank?, committed to 3.4 MB)"
+    assert repr(guess) == "MB per rank? (committed to 3.4 MB)\n  from 0.0 MB to 10.0 MB"
     assert repr(guess.reveal(1.7)) == "you said 3.4 MB, it is 1.7 MB: your guess is 2.00 times that"
     assert repr(guess.reveal(3.4000001)).endswith(": exactly right")
     assert repr(guess.reveal(0)) == "you said 3.4 MB, it is 0.0 MB: 3.4 MB apart"
@@ -315,11 +315,6 @@ def test_what_cannot_be_asked_or_committed_is_refused_and_commits_to_nothing():
     for value in (11, -0.1, "much", None, float("nan")):
         refuses("value=.*legal: ", guess.commit, value)
     assert guess.value is None
-
-
-def test_the_repr_of_a_long_question_fits_what_nbval_compares():
-    guess = pl.exercises.guess("how many " * 40, low=0, high=1)
-    assert len(repr(guess)) <= 110 and repr(guess).endswith("..., not committed yet)")
 
 
 def test_slider_and_button_commit_like_the_call():
