@@ -475,7 +475,7 @@ verdict
 # Common mistakes, with what the checker says:
 # * the last bucket is never full, so it is never sent (“embedding.token.weight,
 #   element (0, 0): …”);
-# * `wait()` in the hook: “backward is idle while something is waited for”;
+# * `wait()` in the hook: “backward is idle while the rank waits for a message”;
 # * buckets that are sent in `finish()`: “nothing is sent before backward is over”;
 # * the weights of rank 0 are not broadcast, and ranks that begin differently stay different;
 # * under `no_sync()` the hooks still fill buckets, so gradients are sent once per micro-batch;

@@ -717,7 +717,7 @@ pl.exercises.my_prefetch.check(MyPrefetch)
 # * a prefetched gather is never waited for, or posted a second time when the unit's turn comes:
 #   rank 0 never waits for all_gather #1;
 # * the unit computes first and `work.wait()` comes later: a unit has computed before its
-#   parameters had arrived.
+#   parameters arrived.
 #
 # ## A second answer: one list of uses, and hidden reductions
 # This class keeps the order in which units are used in a micro-batch. The last unit is used by
