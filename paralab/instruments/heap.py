@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
@@ -40,7 +39,6 @@ class Storage(NamedTuple):
 class Space(NamedTuple):
     """An address space in which storages were placed."""
 
-    alive: int  # the most bytes that are alive at once: a lower bound of the extent
     extent: int  # bytes of address space, which is the memory that a device must have
     blocks: tuple[tuple[int, int, Storage], ...]  # (first address, end, storage), by address
 
@@ -129,9 +127,7 @@ def first_fit(requests: Sequence[Storage], *, apart: int | None = None) -> Space
         region = [s for s in requests if (s.died - s.born > threshold) == long]
         blocks += [(extent + start, extent + end, s) for start, end, s in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
-    changes = [(s.born, s.bytes) for s in requests] + [(s.died, -s.bytes) for s in requests]
-    alive = max(accumulate(size for _, size in sorted(changes)), default=0)
-    return Space(alive, extent, tuple(sorted(blocks)))
+    return Space(extent, tuple(sorted(blocks)))
 
 
 def _placed(requests: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
