@@ -60,6 +60,7 @@ def test_an_exercise_shows_its_task_and_every_limit(exercise):
     for limit, required in exercise.required.items():
         assert f"| {limit} | {required} |" in shown
     assert "SOLUTION" not in exercise.stub + str(exercise.solution())
+    assert " 1 limits" not in repr(exercise)
 
 
 # ---- lab 00 --------------------------------------------------------------------------------------
