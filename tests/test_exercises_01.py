@@ -100,6 +100,8 @@ TWO_LEVELS = [
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
+    (levels(("range(first, first + k)", "range(first, k)")), {"result"},
+     "ranks=[]: a group without a rank; legal: one rank or more, "),
     (levels(("(part, tensor, g", "(tensor, part, g")), {"result"},
      "raised ValueError: reduce_scatter of 6,000 elements into 12,000: on 2 ranks the input has "),
 ]  # fmt: skip

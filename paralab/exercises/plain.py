@@ -157,6 +157,8 @@ class LateCalls:
         self, original: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
     ) -> Any:
         ranks = self.watch.group.ranks if ranks is None else list(ranks)  # may be an iterator
+        if not ranks:  # range(4, 2), say, where range(4, 4 + 2) is meant
+            raise illegal("ranks", ranks, "a group without a rank", "one rank or more, [0, 1]")
         if not settings.get("use_local_synchronization"):  # with it, members alone call
             self.agree(f"the group {sorted(ranks)}")
         return original(ranks, *args, **settings)
