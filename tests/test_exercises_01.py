@@ -102,6 +102,8 @@ TWO_LEVELS = [
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
     (levels(("range(first, first + k)", "range(first, k)")), {"result"},
      "ranks=[]: a group without a rank; legal: one rank or more, "),
+    (levels(("group=across", "group=[0, 1]")), {"result"},
+     "group=[0, 1]: not a process group; legal: what dist.new_group returns, or None"),
     (levels(("(part, tensor, g", "(tensor, part, g")), {"result"},
      "raised ValueError: reduce_scatter of 6,000 elements into 12,000: on 2 ranks the input has "),
 ]  # fmt: skip

@@ -142,6 +142,7 @@ class LateCalls:
             core = dist.distributed_c10d
             around(undo, core, "_check_single_tensor", _require_tensor)
             around(undo, core, "_canonicalize_group_rank", _require_rank)
+            around(undo, core, "_rank_not_in_group", _require_group)
             new_group = functools.partial(self._new_group, core._new_group_with_tag)
             for owner, name, value in (
                 (dist.Work, "is_completed", lambda work: True),  # gloo never says so of a message
@@ -289,6 +290,12 @@ def _require_tensor(call: Callable[[], None], value: Any, name: str, *_: Any) ->
 def _require_rank(call: Callable[[], int], group: dist.ProcessGroup, *ranks: Any) -> int:
     if ranks.count(None) == len(ranks):
         raise illegal("rank", None, "no member of the group", f"0 to {group.size() - 1}")
+    return call()
+
+
+def _require_group(call: Callable[[], bool], group: Any = None) -> bool:
+    if type(group) in (list, tuple, range):  # its ranks
+        raise illegal("group", group, "not a process group", "what dist.new_group returns, or None")
     return call()
 
 

@@ -534,10 +534,7 @@ def train(wrap, m=1):
 
 
 # %%
-### BEGIN SOLUTION
-### STUB: # runs once MyDDP passes its check
-# MyDDP has passed its check
-### END SOLUTION
+# runs once MyDDP passes its check
 if verdict.passed:
     mine = pl.observe(train, ranks=4, args=(MyDDP,))
     torchs = pl.observe(torch_ddp, ranks=4, args=(1, False))
@@ -551,10 +548,7 @@ else:
     print("write MyDDP first")
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # draws the memory of a step, once MyDDP passes its check
-# the memory of a step
-### END SOLUTION
+# draws the memory of a step, once MyDDP passes its check
 if verdict.passed:
     memory = view.memory_charts(three, title="DDP's buckets are there at its peak, and add to it")
 memory if verdict.passed else print("write MyDDP first")
@@ -563,10 +557,7 @@ memory if verdict.passed else print("write MyDDP first")
 higher.reveal(1, "DDP's buckets are there all the time, and hold as many bytes as the gradients.")
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # draws a step of rank 0, once MyDDP passes its check
-# a step of rank 0
-### END SOLUTION
+# draws a step of rank 0, once MyDDP passes its check
 if verdict.passed:
     title = "All three send buckets while backward is still running"
     steps = view.timelines(*three.values(), labels=list(three), step=2, ranks=[0], title=title)
