@@ -24,6 +24,7 @@ from paralab.exercises.unaided import ENDLESS, bounded
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
 MOST = 20_000  # entries of all lists in a reply together
+UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}  # in which sizes are given by mistake
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,6 +225,8 @@ def wrong_number(
         digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
         texts = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
     message = f"required: {texts[0]}, yours {texts[1]}"
+    units = UNITS.items() if show is size_text else ()
+    known = *known, *((f"that is in {unit}, required: bytes", right / n) for unit, n in units)
     near = [
         (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
     ]

@@ -115,16 +115,15 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[Storage]:
     )
 
 
-def first_fit(requests: Sequence[Storage], *, apart: int | None = None) -> Space:
+def first_fit(requests: Sequence[Storage], *, apart: float = math.inf) -> Space:
     """Place storages in an address space, each in the first gap that is large enough.
 
     apart  storages that live for more events than this get a region of their own, at the bottom
     """
-    threshold = math.inf if apart is None else apart
     blocks: list[tuple[int, int, Storage]] = []
     extent = 0
     for long in (True, False):
-        region = [s for s in requests if (s.died - s.born > threshold) == long]
+        region = [s for s in requests if (s.died - s.born > apart) == long]
         blocks += [(extent + start, extent + end, s) for start, end, s in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
     return Space(extent, tuple(sorted(blocks)))
