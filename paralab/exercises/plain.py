@@ -142,7 +142,8 @@ class LateCalls:
             core = dist.distributed_c10d
             around(undo, core, "_check_single_tensor", _require_tensor)
             around(undo, core, "_canonicalize_group_rank", _require_rank)
-            around(undo, core, "_rank_not_in_group", _require_group)
+            for name in ("_rank_not_in_group", "_group_or_default_group"):  # each call asks one
+                around(undo, core, name, _require_group)
             new_group = functools.partial(self._new_group, core._new_group_with_tag)
             for owner, name, value in (
                 (dist.Work, "is_completed", lambda work: True),  # gloo never says so of a message
@@ -293,8 +294,8 @@ def _require_rank(call: Callable[[], int], group: dist.ProcessGroup, *ranks: Any
     return call()
 
 
-def _require_group(call: Callable[[], bool], group: Any = None) -> bool:
-    if type(group) in (list, tuple, range):  # its ranks
+def _require_group(call: Callable[[], Any], group: Any = None) -> Any:
+    if not (hasattr(group, "rank") or group in (None, dist.GroupMember.NON_GROUP_MEMBER)):
         raise illegal("group", group, "not a process group", "what dist.new_group returns, or None")
     return call()
 
