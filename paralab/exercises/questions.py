@@ -227,9 +227,8 @@ def wrong_number(
     message = f"required: {texts[0]}, yours {texts[1]}"
     units = UNITS.items() if show is size_text else ()
     known = *known, *((f"that is in {unit}, required: bytes", right / n) for unit, n in units)
-    near = [
-        (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
-    ]
+    close = max(tolerance, 1e-15)  # n * 1e-9 and n / 1e9 may differ in the last bit
+    near = [(abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=close)]
     if near:
         return f"{message} ({min(near, key=operator.itemgetter(0))[1]})"
     factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"
