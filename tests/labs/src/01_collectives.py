@@ -41,7 +41,6 @@ view.ring(4)
 # |---|---|
 # | N | ranks of a group |
 # | k | ranks of a node; a **node** is one machine, with one device or several |
-# | M | nodes of a group, N/k (in other labs M stands for bytes of memory) |
 # | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
 # | q | pieces that a tensor is sent in |
 # | h | hidden size of a transformer |
@@ -568,10 +567,10 @@ pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
 # In total the hierarchical all-reduce sends as much as the ring. Over the slow link it sends less,
-# here a third less. With $M$ nodes that is $2\frac{M-1}{M}S$ per node, against $2\frac{N-1}{N}S$ on
-# the ring, so with many nodes this difference vanishes. What remains is that all k ranks of a node
-# send to the next node at the same time, where this ring has one that does. (For this reason NCCL
-# builds several rings, which leave a node through different ports.) The tree sends as little
+# here a third less. With $N/k$ nodes that is $2\frac{N-k}{N}S$ per node, against $2\frac{N-1}{N}S$
+# on the ring, so with many nodes this difference vanishes. What remains is that all k ranks of a
+# node send to the next node at the same time, where this ring has one that does. (For this reason
+# NCCL builds several rings, which leave a node through different ports.) The tree sends as little
 # between nodes, but one rank of each node carries all of it, first in one direction and then in the
 # other. In the hierarchical all-reduce both ranks of a node carry half, in both directions at once.
 # The picture is of the hierarchical one. Which ranks talk across nodes?
