@@ -67,7 +67,7 @@ def test_what_dies_at_one_moment_is_in_an_order_that_no_version_of_python_decide
     assert [Storage(*row) for row in rows] == found
 
 
-def test_the_most_bytes_that_are_alive_are_the_ledgers_peak(found, run):
+def test_what_is_alive_at_once_is_the_ledgers_peak(found, run):
     report = run(MODEL, pl.Plan(microbatch_size=2), steps=1)
     alive = (sum(s.bytes for s in found if s.born <= one.born < s.died) for one in found)
     assert max(alive) == pytest.approx(report.peak_memory, rel=0.001)
