@@ -33,7 +33,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
           ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
      ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most 13,336, "
-      "one chunk; one buffer is enough, made before the loop: to make it anew needs room for two")),
+      "one chunk; one buffer is enough, made before the loop: one per step needs room for two")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring((HEAD, f"{HEAD}        for one in zip(leaving.tensor_split(9), arriving.tensor_split(9)):"
@@ -100,6 +100,11 @@ TWO_LEVELS = [
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
+    (levels(("range(first, first + k)", "range(first, k)")), {"result"},
+     "ranks=[]: a group without a rank; legal: one rank or more, "),
+    (levels(("group=across", "group={0, 1}")), {"result"}, "group={0, 1}: not a process group; "),
+    (levels((MIDDLE, "dist.isend(part, 0, [0, 1])")), {"result"},
+     "group=[0, 1]: not a process group; legal: what dist.new_group returns, or None"),
     (levels(("(part, tensor, g", "(tensor, part, g")), {"result"},
      "raised ValueError: reduce_scatter of 6,000 elements into 12,000: on 2 ranks the input has "),
 ]  # fmt: skip

@@ -101,6 +101,9 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
      "696,240 bytes (stage 1 shards the optimizer: every rank keeps an n-th)"),
     (estimate((RETURNED, "import paralab\n    return paralab.program(spec, paralab.Plan()) or ")),
      {"one device"}, "paralab is asked: count the bytes yourself"),
+    (estimate((RETURNED, "return {k: n * 1e-9 for k, n in states.items()} | ")), {"one device"},
+     "that is in GB, required: bytes"),
+    (estimate((f"{RETURNED}{{", "return {")), {"one device"}, "fp32): 'parameters' is missing"),
     (estimate((RETURNED, f"{RETURNED}{{'buffers': 0}} | ")), {"one device"},
      "yours has 'buffers', required: only parameters, gradients, optimizer, activations"),
 ]  # fmt: skip

@@ -475,6 +475,13 @@ def test_every_answer_that_the_package_has_is_checked_in_a_solution_and_stored_a
         assert any(answer in cell.source for cell in checks), path.stem
 
 
+def test_what_a_solution_quotes_a_checker_says():
+    said = "".join(path.read_text() for path in Path(pl.exercises.__file__).parent.glob("*.py"))
+    cells = [cell for source in SOURCES for cell in described(source, solved=True).cells]
+    mistakes = " ".join(cell.source for cell in cells if "ommon mistakes" in cell.source)
+    assert all(quote in said for quote in re.findall("“([^”…]+)”", mistakes))
+
+
 def private(source: str) -> list[str]:
     """The names in this code that begin with one underscore, and so are not for students to use."""
     names = []
@@ -497,6 +504,7 @@ def test_a_student_s_cells_have_no_linter_s_marks_no_private_names_and_leave_no_
                 assert not re.search(r"#\s*(fmt:|noqa|type:|isort:)", cell.source), cell.source
                 assert private(cell.source) == [], cell.source
                 assert not re.search("mkdtemp|mkstemp", cell.source), "this outlives the kernel"
+                assert not re.search("(?<!raise )NotImplementedError", cell.source), "ask a verdict"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -111,7 +111,7 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
 def _look_at_memory(notes: Notes, outcome: Outcome, chunk: int) -> None:
     why = ", one chunk"
     if len(outcome.results) > 2 and max(outcome["extra"]) <= 2 * chunk:
-        why += "; one buffer is enough, made before the loop: to make it anew needs room for two"
+        why += "; one buffer is enough, made before the loop: one per step needs room for two"
     notes.memory(MEMORY, outcome["extra"], chunk, EXTRA, why)
 
 

@@ -210,7 +210,7 @@ class Exercise:
         return Source(sources.solution(sources.answer(self.name)))
 
     def __repr__(self) -> str:
-        return f"Exercise({self.name}, lab {self.lab}, {len(self.required)} limits)"
+        return f"Exercise({self.name}, lab {self.lab}, {count_of(len(self.required), 'limit')})"
 
     def _repr_markdown_(self) -> str:
         rows = "".join(f"| {limit} | {required} |\n" for limit, required in self.required.items())

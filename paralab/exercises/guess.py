@@ -16,8 +16,6 @@ from paralab.checks import illegal, real, whole
 from paralab.exercises.exercise import Text
 from paralab.view.comms import heard_while_busy
 
-REPR_WIDTH = 110
-
 
 def guess(question: str, *, low: float, high: float, unit: str = "", decimals: int = 1) -> Guess:
     """Ask for a number before the experiment shows it.
@@ -109,8 +107,7 @@ class Guess(Question):
         """
         value = real("value", value)
         if not self.low <= value <= self.high:
-            legal = f"from {self.shown(self.low)} to {self.shown(self.high)}"
-            raise illegal("value", value, "out of range", legal)
+            raise illegal("value", value, "out of range", self._range)
         return self._commit(value, f"committed: {self.shown(value)}")
 
     def reveal(self, actual: float) -> Text:
@@ -134,11 +131,12 @@ class Guess(Question):
         value = self.value
         return "not committed yet" if value is None else f"committed to {self.shown(value)}"
 
+    @property
+    def _range(self) -> str:
+        return f"from {self.shown(self.low)} to {self.shown(self.high)}"
+
     def __repr__(self) -> str:
-        room = REPR_WIDTH - len(f"Guess(, {self._state()})")
-        words = " ".join(self.question.split())
-        words = words if len(words) <= room else words[: room - 3].rstrip() + "..."
-        return f"Guess({words}, {self._state()})"
+        return f"{self.question} ({self._state()})\n  {self._range}"
 
     def _inputs(self, widgets: Any) -> list[Any]:
         slider = widgets.FloatSlider(

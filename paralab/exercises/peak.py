@@ -101,6 +101,3 @@ def _mistakes(model: ModelSpec, b: int, m: int, right: float, of_one: float) -> 
             yield without, at_block
     halves = model.layers * (34 * sbh + 5 * scores)
     yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves
-    yield "that is in GB, required: bytes", right / 1e9
-    yield "that is in MB, required: bytes", right / 1e6
-    yield "that is in MiB, required: bytes", right / 2**20

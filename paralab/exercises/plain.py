@@ -142,6 +142,8 @@ class LateCalls:
             core = dist.distributed_c10d
             around(undo, core, "_check_single_tensor", _require_tensor)
             around(undo, core, "_canonicalize_group_rank", _require_rank)
+            for name in ("_rank_not_in_group", "_group_or_default_group"):  # each call asks one
+                around(undo, core, name, _require_group)
             new_group = functools.partial(self._new_group, core._new_group_with_tag)
             for owner, name, value in (
                 (dist.Work, "is_completed", lambda work: True),  # gloo never says so of a message
@@ -157,6 +159,8 @@ class LateCalls:
         self, original: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
     ) -> Any:
         ranks = self.watch.group.ranks if ranks is None else list(ranks)  # may be an iterator
+        if not ranks:  # range(4, 2), say, where range(4, 4 + 2) is meant
+            raise illegal("ranks", ranks, "a group without a rank", "one rank or more, [0, 1]")
         if not settings.get("use_local_synchronization"):  # with it, members alone call
             self.agree(f"the group {sorted(ranks)}")
         return original(ranks, *args, **settings)
@@ -287,6 +291,12 @@ def _require_tensor(call: Callable[[], None], value: Any, name: str, *_: Any) ->
 def _require_rank(call: Callable[[], int], group: dist.ProcessGroup, *ranks: Any) -> int:
     if ranks.count(None) == len(ranks):
         raise illegal("rank", None, "no member of the group", f"0 to {group.size() - 1}")
+    return call()
+
+
+def _require_group(call: Callable[[], Any], group: Any = None) -> Any:
+    if not (hasattr(group, "rank") or group in (None, dist.GroupMember.NON_GROUP_MEMBER)):
+        raise illegal("group", group, "not a process group", "what dist.new_group returns, or None")
     return call()
 
 

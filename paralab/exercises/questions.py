@@ -24,6 +24,7 @@ from paralab.exercises.unaided import ENDLESS, bounded
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
 MOST = 20_000  # entries of all lists in a reply together
+UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}  # in which sizes are given by mistake
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +65,7 @@ class Reply(NamedTuple):
             yield limit, wrong or wrong_number(numbers[position], size, known, *how)
 
     def states(self, right: Mapping[str, float], known: Callable[[str], Mistakes]) -> str:
-        """What is wrong with the first wrong entry of a reply that has to be {state: bytes}, or "".
+        """What is wrong with the first wrong entry of a reply that has to be {name: bytes}, or "".
 
         right  the right entries
         known  state -> the known mistakes
@@ -73,9 +74,9 @@ class Reply(NamedTuple):
         if self.trouble:
             return self.trouble
         if not isinstance(states, Mapping):
-            return f"required: a dict, {{state: bytes}}, yours is {kind_of(states)}"
+            return f"required: a dict, {{name: bytes}}, yours is {kind_of(states)}"
         if missing := [state for state in right if state not in states]:
-            return f"the state {missing[0]!r} is missing"
+            return f"{missing[0]!r} is missing"
         if other := [state for state in states if state not in right]:
             return f"yours has {shown(other[0])}, required: only {', '.join(right)}"
         for state, size in right.items():
@@ -231,9 +232,10 @@ def wrong_number(
         digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
         texts = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
     message = f"required: {texts[0]}, yours {texts[1]}"
-    near = [
-        (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
-    ]
+    units = UNITS.items() if show is size_text else ()
+    known = *known, *((f"that is in {unit}, required: bytes", right / n) for unit, n in units)
+    close = max(tolerance, 1e-15)  # n * 1e-9 and n / 1e9 may differ in the last bit
+    near = [(abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=close)]
     if near:
         return f"{message} ({min(near, key=operator.itemgetter(0))[1]})"
     factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"

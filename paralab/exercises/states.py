@@ -78,8 +78,6 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     blocks = matrices + 13 * model.layers * model.hidden * size
     yield "the blocks alone: embeddings, and the norm after the blocks, count too", blocks
     yield "that is the number of parameters; each takes several bytes", right / size
-    yield "that is in GB, required: bytes", right / 1e9
-    yield "that is in GiB, required: bytes", right / 2**30
 
 
 def _wrong_devices(reply: Reply, states: dict[str, int], memory: float) -> str:

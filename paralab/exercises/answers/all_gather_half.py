@@ -2,7 +2,7 @@
 
 
 def ring_all_gather(group, tensor):
-    """Hand the finished chunks round until every rank has all of them. In place.
+    """Pass the finished chunks on until every rank has all of them. In place.
 
     tensor: (n * c,), n chunks of c elements; on this rank chunk (group.index + 1) % n is finished.
     """

@@ -123,7 +123,7 @@ guess
 # $$\text{sent} = \underbrace{(N-1)\frac{S}{N}}_\text{reduce-scatter}
 # + \underbrace{(N-1)\frac{S}{N}}_\text{all-gather} = 2\,\frac{N-1}{N}\,S.$$
 #
-# Never more than $2S$, however many ranks there are. Nor can the ranks send less on average, as
+# This is less than $2S$, however many ranks there are. Nor can the ranks send less on average, as
 # long as only ranks add (some switches can add too). For each element, $N$ terms must become one,
 # so $N-1$ times some rank sends away what it has; and $N-1$ ranks must learn the result, which
 # takes $N-1$ more sends. That is $2(N-1)S$ bytes for all elements, $2(N-1)S/N$ per rank; the rank
@@ -567,10 +567,10 @@ pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
 # In total the hierarchical all-reduce sends as much as the ring. Over the slow link it sends less,
-# here a third less. With $M$ nodes that is $2\frac{M-1}{M}S$ per node, against $2\frac{N-1}{N}S$ on
-# the ring, so with many nodes this difference vanishes. What remains is that all k ranks of a node
-# send to the next node at the same time, where this ring has one that does. (For this reason NCCL
-# builds several rings, which leave a node through different ports.) The tree sends as little
+# here a third less. With $N/k$ nodes that is $2\frac{N-k}{N}S$ per node, against $2\frac{N-1}{N}S$
+# on the ring, so with many nodes this difference vanishes. What remains is that all k ranks of a
+# node send to the next node at the same time, where this ring has one that does. (For this reason
+# NCCL builds several rings, which leave a node through different ports.) The tree sends as little
 # between nodes, but one rank of each node carries all of it, first in one direction and then in the
 # other. In the hierarchical all-reduce both ranks of a node carry half, in both directions at once.
 # The picture is of the hierarchical one. Which ranks talk across nodes?

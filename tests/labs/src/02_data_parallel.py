@@ -50,7 +50,7 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # |---|---|
 # | $N$ | data-parallel ranks; a rank has the number $r = 0 \dots N-1$ |
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
-# | $L$, $\ell_i$ | the loss of a batch; of its sample $i$ |
+# | $L$, $\ell_i$ | the loss of a batch (elsewhere $L$ is the number of blocks); of its sample $i$ |
 # | $\Psi$ | parameters of the model (a count); their fp32 gradients have $4\Psi$ bytes |
 # | $S$ | bytes of the tensor that is reduced |
 # | $q$ | buckets: messages into which the gradients are packed |
@@ -475,7 +475,7 @@ verdict
 # Common mistakes, with what the checker says:
 # * the last bucket is never full, so it is never sent (“embedding.token.weight,
 #   element (0, 0): …”);
-# * `wait()` in the hook: “backward is idle while something is waited for”;
+# * `wait()` in the hook: “backward is idle while the rank waits for a message”;
 # * buckets that are sent in `finish()`: “nothing is sent before backward is over”;
 # * the weights of rank 0 are not broadcast, and ranks that begin differently stay different;
 # * under `no_sync()` the hooks still fill buckets, so gradients are sent once per micro-batch;
@@ -534,10 +534,7 @@ def train(wrap, m=1):
 
 
 # %%
-### BEGIN SOLUTION
-### STUB: # runs once MyDDP passes its check
-# MyDDP has passed its check
-### END SOLUTION
+# runs once MyDDP passes its check
 if verdict.passed:
     mine = pl.observe(train, ranks=4, args=(MyDDP,))
     torchs = pl.observe(torch_ddp, ranks=4, args=(1, False))
@@ -551,10 +548,7 @@ else:
     print("write MyDDP first")
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # draws the memory of a step, once MyDDP passes its check
-# the memory of a step
-### END SOLUTION
+# draws the memory of a step, once MyDDP passes its check
 if verdict.passed:
     memory = view.memory_charts(three, title="DDP's buckets are there at its peak, and add to it")
 memory if verdict.passed else print("write MyDDP first")
@@ -563,10 +557,7 @@ memory if verdict.passed else print("write MyDDP first")
 higher.reveal(1, "DDP's buckets are there all the time, and hold as many bytes as the gradients.")
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # draws a step of rank 0, once MyDDP passes its check
-# a step of rank 0
-### END SOLUTION
+# draws a step of rank 0, once MyDDP passes its check
 if verdict.passed:
     title = "All three send buckets while backward is still running"
     steps = view.timelines(*three.values(), labels=list(three), step=2, ranks=[0], title=title)

@@ -79,7 +79,7 @@ for rank, actions in enumerate(schedules.gpipe(4, 4)):
 # | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
 # | $v$ | chunks of the model on each rank (interleaving) |
 # | $S$ | bytes of one message between two stages |
-# | $F$, $B$ | seconds that one rank's forward and backward of one micro-batch take |
+# | $F$, $B$ | seconds of a micro-batch's forward and backward on a rank (in lab 00 B is samples) |
 # | $T$ | seconds from first forward to last backward, of the rank where that is longest |
 #
 # ## What a stage adds to the program

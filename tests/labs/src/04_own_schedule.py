@@ -339,11 +339,10 @@ runs = {name: pl.run(model, plan.replace(schedule=name), **settings) for name in
 
 # %% tags=["measured"]
 title = "Weight halves fill part of the time in which ranks of 1F1B wait"
-both = [run.replay() for run in runs.values()]
-view.timelines(*both, labels=["1F1B", "ZB-H1"], title=title)
+replays = {name: run.replay() for name, run in runs.items()}
+view.timelines(*replays.values(), labels=["1F1B", "ZB-H1"], title=title)
 
 # %% tags=["measured"]
-replays = {name: run.replay() for name, run in runs.items()}
 pd.DataFrame(
     {
         name: (1e3 * one.pipeline_times()).mean().round(1).add_suffix(" (ms)")

@@ -504,10 +504,7 @@ most_held = pl.exercises.choose(
 most_held
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # yours is drawn as well, once MyZero3 passes its check
-# yours is drawn as well
-### END SOLUTION
+# yours is drawn as well, once MyZero3 passes its check
 if verdict.passed:
     seen["yours"] = pl.observe(train, ranks=4, args=(MyZero3,), steps="marked")
 view.memory_charts(seen, title="FSDP2 that keeps its parameters needs more at the peak")
@@ -516,10 +513,6 @@ view.memory_charts(seen, title="FSDP2 that keeps its parameters needs more at th
 most_held.reveal(3, "When backward begins it still holds the gathered parameters of every block.")
 
 # %%
-### BEGIN SOLUTION
-### STUB: # the traffic of these runs
-# the traffic of these runs, with yours
-### END SOLUTION
 for name, run in seen.items():
     calls = run.collectives.query("rank == 0 and step == 1 and phase != 'gloo surplus'")
     counts = calls["op"].value_counts()
@@ -530,10 +523,7 @@ for name, run in seen.items():
     )
 
 # %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # yours is drawn as well, once MyZero3 passes its check
-# yours is drawn as well
-### END SOLUTION
+# yours is drawn as well, once MyZero3 passes its check
 drawn = {name: run for name, run in seen.items() if name != "FSDP2, kept"}
 title = "Between the computations of two units a rank waits for messages"
 view.timelines(*drawn.values(), labels=list(drawn), ranks=[0], title=title)
@@ -717,7 +707,7 @@ pl.exercises.my_prefetch.check(MyPrefetch)
 # * a prefetched gather is never waited for, or posted a second time when the unit's turn comes:
 #   rank 0 never waits for all_gather #1;
 # * the unit computes first and `work.wait()` comes later: a unit has computed before its
-#   parameters had arrived.
+#   parameters arrived.
 #
 # ## A second answer: one list of uses, and hidden reductions
 # This class keeps the order in which units are used in a micro-batch. The last unit is used by
