@@ -137,7 +137,7 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
         assert ("weight halves" in found.table.index) == (name == "zb-h1")
         assert f"would leave {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
-    assert "the bubble" in found.notes["exposed communication"]
+    assert found.notes["exposed communication"].endswith("to compute: this is the bubble.")
     assert said[0].endswith("in the replay the links add nothing.")
     beyond = found.table.loc["bubble", "replayed"] - alone
     assert beyond > 0.1 and said[1].endswith(f"the links add {100 * beyond:.1f} %.")

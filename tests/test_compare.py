@@ -110,6 +110,16 @@ def test_overlap_says_what_it_hides_and_the_others_that_nothing_does(form):
         assert (words in note) == (form != "overlapped")
 
 
+@pytest.mark.parametrize(("plan", "said"), [
+    (pl.Plan(dp=2, pp=2, microbatches=2), "the bubble. It waits for the sum of the gradients too."),
+    (pl.Plan(dp=2, pp=2, zero_stage=3), "for gathered parameters and the sum of the gradients too"),
+    (pl.Plan(tp=2, pp=2), "this is the bubble. It waits for messages of tensor parallelism too."),
+])  # fmt: skip
+def test_a_rank_of_a_pipeline_waits_not_for_its_neighbour_alone(plan, said):
+    expect = predict(MODEL.replace(vocab=258), plan, CLUSTER)
+    assert said in compare(expect, as_measured(expect)).notes["exposed communication"]
+
+
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 def test_waiting_for_copies_is_no_communication_that_is_exposed(offload):
     plan = pl.Plan(dp=2, zero_stage=3, microbatches=2, offload=offload)

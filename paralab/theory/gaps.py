@@ -138,10 +138,11 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
     """What a device waits for, and how much of the communication is hidden."""
     plan, shares = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
+        others = ["messages of tensor parallelism"] * (plan.tp > 1)
+        others += ["gathered parameters"] * (plan.zero_stage == 3 and plan.dp > 1)
+        others += ["the sum of the gradients"] * (plan.dp > 1)
         note = "A rank of a pipeline waits for its neighbour to compute: this is the bubble."
-        if plan.dp > 1:
-            note += " The wait for the sum of the gradients is included too."
-        return note
+        return note + f" It waits for {' and '.join(others)} too." * bool(others)
     if expect.world_size == 1:
         return ""
     if not shares["communication"] > 0:
