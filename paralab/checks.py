@@ -170,8 +170,10 @@ def mb(size: float) -> str:
 
 
 def num_bytes(name: str, value: object) -> int:
-    """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
+    """``value`` as a number of bytes: 80e9, or text as "64MB" (10^6) or "64MiB" (2^20)."""
     amount = size(value) if isinstance(value, str) else value
+    if isinstance(amount, float) and amount.is_integer():
+        amount = int(amount)
     legal = 'a number of bytes, at least 1, or text: "64MB" (64 * 10^6), "64MiB" (64 * 2^20)'
     try:
         return whole(name, amount, at_least=1)

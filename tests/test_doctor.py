@@ -22,7 +22,7 @@ H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
     system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
     memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
-    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
+    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True, device="cpu",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def says(found: doctor.Diagnosis, what: str) -> str:
 CUDA = TORCH | {"cuda": "12.8"}
 ONE_GPU = CUDA | {"gpus": [H100], "backends": ["gloo", "nccl"]}
 TWO_GPUS = CUDA | {"gpus": [H100, H100]}
+MEASURE = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
 WELL = [
     ({}, "cores", "2 cores: more ranks than cores take turns, so trust the replayed clock, not"),
     (dict(cores=1), "cores", "1 core: more ranks than cores take turns"),
@@ -49,7 +50,8 @@ WELL = [
     (dict(torch=ONE_GPU), "torch", "2.13.0 with gloo and nccl"),
     (dict(torch=TWO_GPUS), "GPUs", "2: H100 with 80 GB, H100 with 80 GB; /dev/shm has 64 MB, too"),
     (dict(torch=TWO_GPUS, shared=8 * GB), "GPUs", "2: H100 with 80 GB, H100 with 80 GB\n"),
-    ({}, "links", "not measured yet; to measure (ten to fifteen seconds): paralab doctor --cali"),
+    ({}, "links", MEASURE + "\n"),
+    (dict(device="cuda"), "links", MEASURE + " --device cuda\n"),
     (dict(links="measured 2026"), "links", "measured 2026"),
 ]  # fmt: skip
 
