@@ -144,7 +144,6 @@ def test_bytes_are_on_the_levels_that_those_of_all_members_of_a_group_are_on(pla
             report = predict(MODEL, pl.Plan(**plan), cluster, steps=1, detail=detail)
             sent = report.traffic(by="level").set_index("level")["bytes"]
             shares.append((sent / report.steps["rank"].nunique()).to_dict())
-        assert set(shares[0]) == {"intra", "inter"}
         assert shares[1] == pytest.approx(shares[0], abs=2)
         # Over NCCL a reduce-scatter is a ring as well, and so is all of ZeRO-1.
         one_in_eight = 8 * shares[0]["inter"] == pytest.approx(sum(shares[0].values()))

@@ -165,6 +165,7 @@ OWN = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_st
 WRONG = [
     ("memory", {"model": "gpt"}, "model='gpt': not a model description; legal: a pl.ModelSpec"),
     ("zero", {"plan": 3}, "plan=3: not a plan"),
+    ("explore", {"plan": pl.Plan(tp=3)}, "heads=8: tp=3"),
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
     ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
     ("memory", {"device": {"a GPU": "x"}}, "device='x': not a whole number of bytes"),

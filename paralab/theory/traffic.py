@@ -125,10 +125,6 @@ def far_share(
     if op in RING:  # every member sends equally much, to the next member
         pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
         return sum(nodes[a] != nodes[b] for a, b in pairs) / len(ranks)
-    if op in PAIRWISE:  # every member sends equally much to every other member
-        others = len(ranks) - 1
-        near = sum(n * (n - 1) for n in Counter(nodes.values()).values())
-        return 1 - near / (len(ranks) * others) if others else 0.0
     sent = Counter()  # {whether the receiver is on another node: bytes}
     for rank in ranks:
         for receiver, size in edges(op, ranks, rank, payload, peer).items():
