@@ -135,6 +135,8 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
         found, alone = pl.compare(report, run), ideal(run).bubble_rate
         assert found.bytes_agree and found.table.loc["bubble", "predicted"] == report.bubble
         assert ("weight halves" in found.table.index) == (name == "zb-h1")
+        calls = report.collectives.query("step == 1 and op != 'recv'")  # counted by who sends it
+        assert found.table.loc["calls and messages", "predicted"] == len(calls) / 2 > 4
         assert f"would leave {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
     assert found.notes["exposed communication"].endswith("to compute: this is the bubble.")
