@@ -69,7 +69,9 @@ def _sent(
     ``by_edge``.
     """
     outline, nodes = in_outline(report), functools.partial(node_of, report)
-    ring = {} if _gloo(report) else {"reduce_scatter": "all_gather"}  # of the same bytes
+    # A replay sends as the cluster of its times does, whatever the run was on.
+    gpus = report.cluster.gpus if report.cluster else not _gloo(report)
+    ring = {"reduce_scatter": "all_gather"} if gpus else {}  # of the same bytes
     calls, sums = report.collectives if bookkeeping else own_calls(report), Counter()
     for row in calls[calls["step"].isin(steps)].itertuples(index=False):
         rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab import checks
-from paralab.checks import choice, instance, real, whole
+from paralab.checks import choice, instance, num_bytes, real, whole
 from paralab.spec import ModelSpec
 from paralab.theory.flops import forward_flops, head_flops
 
@@ -53,9 +52,9 @@ def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
     return {name: width * model.num_params for name, width in recipe_parts(recipe).items()}
 
 
-def devices_for(num_bytes: float, memory: float | str) -> int:
-    """The fewest devices of ``memory`` bytes that together hold ``num_bytes``."""
-    return -(-checks.num_bytes("num_bytes", num_bytes) // checks.num_bytes("memory", memory))
+def devices_for(size: float, memory: float | str) -> int:
+    """The fewest devices of ``memory`` bytes that together hold ``size`` bytes."""
+    return -(-num_bytes("size", size) // num_bytes("memory", memory))
 
 
 def step_flops(model: ModelSpec, samples: int, *, recompute: bool | str = False) -> int:

@@ -14,9 +14,8 @@ clusters of workstations"); in the next two rows a rank sends only what the othe
 whole numbers: where n does not divide the sum over all members, the first members send one byte
 more, so that the sum is exact.
 
-Over gloo the kernel's counters show these bytes. Over NCCL they are a model and not a counter's: a
-reduce-scatter uses a ring (as report.traffic has it), an all-reduce a ring or a tree, a broadcast
-and a reduce a ring, and a switch may add up.
+Over gloo the kernel's counters show these bytes. Over NCCL they are a model and not a counter's:
+an all-reduce uses a ring or a tree, all others but an all-to-all a ring, and a switch may add up.
 """
 
 from __future__ import annotations
