@@ -139,7 +139,7 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
         assert found.table.loc["calls and messages", "predicted"] == len(calls) / 2 > 4
         assert f"would leave {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
-    assert found.notes["exposed communication"].endswith("to compute: this is the bubble.")
+    assert found.notes["exposed communication"].endswith("a tied embedding's gradients too.")
     assert said[0].endswith("in the replay the links add nothing.")
     beyond = found.table.loc["bubble", "replayed"] - alone
     assert beyond > 0.1 and said[1].endswith(f"the links add {100 * beyond:.1f} %.")

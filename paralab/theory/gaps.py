@@ -15,7 +15,7 @@ from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
-from paralab.view.theme import percent
+from paralab.view.theme import listed, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -139,10 +139,11 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
     plan, shares = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
         others = ["messages of tensor parallelism"] * (plan.tp > 1)
-        others += ["gathered parameters"] * (plan.zero_stage == 3 and plan.dp > 1)
-        others += ["the sum of the gradients"] * (plan.dp > 1)
+        others += ["gathered parameters"] * (plan.zero_stage > 0 and plan.dp > 1)
+        whose = "the" if plan.dp > 1 else "a tied embedding's"
+        others += [f"the sum of {whose} gradients"] * (plan.dp > 1 or expect.model.tied)
         note = "A rank of a pipeline waits for its neighbour to compute: this is the bubble."
-        return note + f" It waits for {' and '.join(others)} too." * bool(others)
+        return f"{note} It waits for {listed(others)} too." if others else note
     if expect.world_size == 1:
         return ""
     if not shares["communication"] > 0:
