@@ -170,7 +170,7 @@ def mb(size: float) -> str:
 
 
 def num_bytes(name: str, value: object) -> int:
-    """``value`` as a number of bytes: 80e9, or text as "64MB" (10^6) or "64MiB" (2^20)."""
+    """``value`` as a number of bytes: a whole number, or text: "64MB" (10^6), "64MiB" (2^20)."""
     amount = size(value) if isinstance(value, str) else value
     if isinstance(amount, float) and amount.is_integer():
         amount = int(amount)
@@ -178,7 +178,7 @@ def num_bytes(name: str, value: object) -> int:
     try:
         return whole(name, amount, at_least=1)
     except ValueError:
-        raise illegal(name, value, "not a whole number of bytes above 0", legal) from None
+        raise illegal(name, value, "not a whole number of bytes from 1 to 2^62", legal) from None
 
 
 def choice(name: str, value: object, options: tuple[Any, ...], *others: str) -> Any:
