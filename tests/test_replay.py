@@ -141,8 +141,7 @@ SLOW = pl.Link(alpha=0.05, bandwidth=1e6)
 def test_a_replay_of_gloos_calls_on_gpus_sends_as_it_is_timed():
     apart = CLUSTER.replace(devices_per_node=2, nodes=2)
     expect = predict(MODEL, plan(dp=4, zero_stage=1), apart)
-    run = as_measured(expect)
-    run.meta["backend"] = "gloo"
+    run = dataclasses.replace(as_measured(expect), meta={"backend": "gloo"})
     assert run.replay(apart).traffic("level").equals(expect.traffic("level"))
 
 
