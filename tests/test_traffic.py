@@ -43,8 +43,7 @@ def test_group_totals_are_the_textbook_volumes(payload, n):
     assert total("all_reduce") == 2 * (n - 1) * payload
     for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
         assert total(op) == (n - 1) * payload
-    # A share between nodes is told without a sum over all pairs, so without the bytes of a pair.
-    assert far_share("all_to_all", range(16), None, -1, lambda rank: rank // 8) == 8 / 15
+    assert far_share("all_to_all", range(16), None, -1, lambda r: r // 8) == 8 / 15  # without bytes
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 1000))
