@@ -179,7 +179,7 @@ def num_bytes(name: str, value: object) -> int:
     try:
         return whole(name, amount, at_least=1)
     except ValueError:
-        raise illegal(name, value, "not a whole number of bytes above 0", legal) from None
+        raise illegal(name, value, "not a whole number of bytes from 1 to 2^62", legal) from None
 
 
 def choice(name: str, value: object, options: tuple[Any, ...], *others: str) -> Any:

@@ -63,6 +63,7 @@ def examine(device: str) -> Machine:
         memory=calibrate.memory_bytes(),  # of the machine, or of the container
         free_memory=free_memory(),
         torch=ask_torch(),
+        device=device,
         links=calibrated(device),
         shared=room_in("/dev/shm"),
         temp=temp,
@@ -231,6 +232,9 @@ def _checks(machine: Machine) -> Iterator[Check]:
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
     none = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
+    gpus = "not measured yet; to measure: paralab doctor --calibrate --device cuda"
+    if machine.device == "cuda":
+        none = gpus if machine.torch["gpus"] else "no GPU to measure"
     unseen = "this system does not show how busy other programs are, so measure when they are idle"
     yield Check("links", (machine.links or none) + f"; {unseen}" * (not machine.load_shown))
 

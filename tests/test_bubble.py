@@ -135,9 +135,11 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
         found, alone = pl.compare(report, run), ideal(run).bubble_rate
         assert found.bytes_agree and found.table.loc["bubble", "predicted"] == report.bubble
         assert ("weight halves" in found.table.index) == (name == "zb-h1")
+        calls = report.collectives.query("step == 1 and op != 'recv'")  # counted by who sends it
+        assert found.table.loc["calls and messages", "predicted"] == len(calls) / 2 > 4
         assert f"would leave {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
-    assert "the bubble" in found.notes["exposed communication"]
+    assert found.notes["exposed communication"].endswith("a tied embedding's gradients too.")
     assert said[0].endswith("in the replay the links add nothing.")
     beyond = found.table.loc["bubble", "replayed"] - alone
     assert beyond > 0.1 and said[1].endswith(f"the links add {100 * beyond:.1f} %.")

@@ -22,7 +22,7 @@ H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
     system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
     memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
-    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
+    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True, device="cpu",
 )  # fmt: skip
 
 
@@ -50,6 +50,9 @@ WELL = [
     (dict(torch=TWO_GPUS), "GPUs", "2: H100 with 80 GB, H100 with 80 GB; /dev/shm has 64 MB, too"),
     (dict(torch=TWO_GPUS, shared=8 * GB), "GPUs", "2: H100 with 80 GB, H100 with 80 GB\n"),
     ({}, "links", "not measured yet; to measure (ten to fifteen seconds): paralab doctor --cali"),
+    (dict(device="cuda"), "links", "no GPU to measure\n"),
+    (dict(device="cuda", torch=ONE_GPU), "links",
+     "not measured yet; to measure: paralab doctor --calibrate --device cuda\n"),
     (dict(links="measured 2026"), "links", "measured 2026"),
 ]  # fmt: skip
 

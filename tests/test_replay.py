@@ -138,6 +138,13 @@ def test_sends_and_receives_meet_and_those_of_one_exchange_run_at_once(of_0, of_
 SLOW = pl.Link(alpha=0.05, bandwidth=1e6)
 
 
+def test_a_replay_of_gloos_calls_on_gpus_sends_as_it_is_timed():
+    apart = CLUSTER.replace(devices_per_node=2, nodes=2)
+    expect = predict(MODEL, plan(dp=4, zero_stage=1), apart)
+    run = dataclasses.replace(as_measured(expect), meta={"backend": "gloo"})
+    assert run.replay(apart).traffic("level").equals(expect.traffic("level"))
+
+
 def test_ranks_of_a_plan_are_on_the_nodes_of_the_cluster_that_is_named(measured):
     apart = CLUSTER.replace(devices_per_node=1, nodes=3, inter=SLOW)
     inside = CLUSTER.replace(devices_per_node=3, intra=SLOW)

@@ -28,8 +28,7 @@ NOT_COUNTS = st.one_of(
     st.lists(st.integers(), max_size=2),
 )  # fmt: skip
 MODEL_COUNTS = ["layers", "hidden", "heads", "seq_len", "vocab"]
-PLAN_COUNTS = ["dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages",
-               "bucket_bytes"]  # fmt: skip
+PLAN_COUNTS = ["dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages"]
 
 
 def refuses(build, field: str, value: object) -> None:
@@ -210,7 +209,8 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     (r".*legal: .*f\(pp, microbatches\) \| f\(pp, microbatches, virtual_stages\)$",
      lambda: pl.Plan(schedule="x")),
     ("schedule=<class 'dict'>: cannot be called", lambda: pl.Plan(schedule=dict)),
-    (f".*legal: a whole number from 1 to {2**62}$", lambda: pl.Plan(bucket_bytes=2**70)),
+    ("bucket_bytes=1180591620717411303424: .* from 1 to 2", lambda: pl.Plan(bucket_bytes=2**70)),
+    (f".*legal: a whole number from 1 to {2**62}$", lambda: wire_bytes("send", 8, 2**70)),
     (r".*legal: .*'calls' \| 'actions' \| None$",
      lambda: pl.predict(MODEL, cluster=DGX, detail="x")),
 ])  # fmt: skip

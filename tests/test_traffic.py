@@ -17,7 +17,7 @@ from foreign_programs import PROGRAMS, theory
 from paralab.instruments import witness as instrument
 from paralab.instruments.witness import NATIVE, received_bytes, theory_bytes, witness
 from paralab.parallel.buckets import assign, units
-from paralab.theory.traffic import OPS, edges, wire_bytes
+from paralab.theory.traffic import OPS, edges, far_share, wire_bytes
 from patience import HANG_S
 from processes import ran
 from refusals import refuses
@@ -43,6 +43,7 @@ def test_group_totals_are_the_textbook_volumes(payload, n):
     assert total("all_reduce") == 2 * (n - 1) * payload
     for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
         assert total(op) == (n - 1) * payload
+    assert far_share("all_to_all", range(16), None, -1, lambda r: r // 8) == 8 / 15  # without bytes
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 1000))

@@ -110,7 +110,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
         assert found.endswith(f" times the 1 MB of a device of {where}")
     said = f"It does not fit: one rank needs {peak} on a device that has 1 MB"
     assert fits(report).startswith(said)
-    assert fits(report.replay(CLUSTER.replace(memory=10**9))) is None
+    assert fits(report.replay(CLUSTER.replace(memory="1GB"))) is None
     unlimited = stage_memory(report.replay(CLUSTER.replace(memory=pl.Cluster.memory)))
     assert "device" not in unlimited.finding + unlimited.below
 

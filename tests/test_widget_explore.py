@@ -267,10 +267,6 @@ def test_what_cannot_run_here_says_why_and_is_predicted_all_the_same(bench, knob
     refuses(why, bench.run().wait, PATIENCE)
 
 
-def test_wrong_arguments_are_refused(bench):
-    refuses("heads=4: tp=3", pl.explore, MODEL, pl.Plan(tp=3), CLUSTER)
-
-
 def test_what_has_no_slider_stays_as_given(bench):
     def mine(pp, microbatches):
         return pl.parallel.schedules.gpipe(pp, microbatches)

@@ -166,6 +166,7 @@ OWN = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_st
 WRONG = [
     ("memory", {"model": "gpt"}, "model='gpt': not a model description; legal: a pl.ModelSpec"),
     ("zero", {"plan": 3}, "plan=3: not a plan"),
+    ("explore", {"plan": pl.Plan(tp=3)}, "heads=8: tp=3"),
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
     ("pipeline", {"plan": OWN}, "schedule='own: .*the widget has no button for it; legal: "),
     ("tensor", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism alone.*tp of at least 2"),

@@ -242,8 +242,8 @@ class Search:
     def losers(self) -> pd.DataFrame:
         """For every other value of one setting the best plan with that value, and why it loses.
 
-        One row per value: setting, ``instead`` (the value), plan, seconds, times (how many times
-        the winner's seconds), memory, fits, and why, a sentence.
+        One row per value: setting, ``instead`` (the value), plan, estimated seconds, times (how
+        many times the winner's estimate), memory, fits, and why, a sentence.
         """
         return words.losers(self)
 

@@ -25,6 +25,7 @@ GROWS = {
     "optimizer": "the optimizer",
 }
 SHOWN = 10  # rows of the summary
+NEAR = 0.02  # a simulated step that is longer by less is almost equal
 SECONDS = {"estimated": "closed_s", "simulated": "simulated_s", "without overlap": "serial_s"}
 UNLIMITED = 2**62
 
@@ -95,10 +96,11 @@ def _sentence(search: Any, at: int) -> str:
     closed, simulated = search.closed[[at, 0]], search.simulated[[at, 0]]
     extra_seconds = closed[0] - closed[1]
     if extra_seconds <= 0.005 * closed[1] and np.isfinite(simulated).all():
-        return (
-            f"almost equal: simulated {simulated[0]:.4g} s against {simulated[1]:.4g} s, estimated "
-            f"{closed[0]:.4g} s against {closed[1]:.4g} s"
-        )
+        longer = simulated[0] / simulated[1] - 1
+        text = f"{percent(longer)} longer if simulated, which the estimates do not show"
+        text = "almost equal" if longer < NEAR else text
+        text += f": simulated {simulated[0]:.4g} s against {simulated[1]:.4g} s"
+        return f"{text}, estimated {closed[0]:.4g} s against {closed[1]:.4g} s"
     extra_by_term = {name: float(term[at] - term[0]) for name, term in search.terms.items()}
     order = sorted(extra_by_term, key=extra_by_term.__getitem__)
     grown = [n for n in reversed(order) if extra_by_term[n] > 0.1 * abs(extra_seconds)][:3]

@@ -43,8 +43,9 @@ def traffic(
 
     by           one or several of rank (the sender), op, axis, level, phase, edge; edge gives two
                  columns, sender and receiver. The level of an edge is intra if sender and receiver
-                 share a node. In outline a rank stands for all members of its group, so its bytes
-                 are split over the levels in the proportion of the whole group's
+                 share a node. A reduce-scatter is a ring over NCCL, over gloo an all-to-all. In
+                 outline a rank stands for all members of its group, so its bytes are split over the
+                 levels in the proportion of the whole group's
     bookkeeping  count phases control and setup too
     warmup       count step 0 too
 
@@ -68,10 +69,14 @@ def _sent(
     ``by_edge``.
     """
     outline, nodes = in_outline(report), functools.partial(node_of, report)
+    # A replay sends as the cluster of its times does, whatever the run was on.
+    gpus = report.cluster.gpus if report.cluster else not _gloo(report)
+    ring = {"reduce_scatter": "all_gather"} if gpus else {}  # of the same bytes
     calls, sums = report.collectives if bookkeeping else own_calls(report), Counter()
     for row in calls[calls["step"].isin(steps)].itertuples(index=False):
         rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
-        sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if outline else None)
+        op = ring.get(row.op, row.op)
+        sent = edges(op, row.ranks, rank, payload, row.peer, sent=wire if outline else None)
         if sum(sent.values()) != wire:
             raise ValueError(
                 f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
@@ -80,7 +85,7 @@ def _sent(
             )
         labels = rank, rank, row.op, row.axis, row.phase
         if not by_edge and row.op not in POINT_TO_POINT:
-            inter = round(wire * far_share(row.op, row.ranks, payload, row.peer, nodes))
+            inter = round(wire * far_share(op, row.ranks, payload, row.peer, nodes))
             for name, size in (("intra", wire - inter), ("inter", inter)):
                 if size:
                     sums[*labels, name, None] += size

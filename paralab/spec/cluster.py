@@ -81,7 +81,7 @@ class Cluster(checks.Description):
                       ranks have used meanwhile
     wait_work         seconds of work after a wait that pay half of ``wait_overhead``, because
                       little work needs little of the caches. 0: any work pays all of it
-    memory            bytes per device; by default unlimited, so that every plan fits
+    memory            bytes per device, or text as "80GB"; default: unlimited, so every plan fits
     intra, inter      links inside a node, and between nodes (of one port). inter=None: the same as
                       intra, so state it if there is more than one node
     ports             number of a node's ports to other nodes; None: one per device. See
@@ -117,7 +117,7 @@ class Cluster(checks.Description):
     call_overhead: float = amount(0.0, at_least=0.0)
     wait_overhead: float = amount(0.0, at_least=0.0)
     wait_work: float = amount(0.0, at_least=0.0)
-    memory: int = count(2**62)
+    memory: int = checked(checks.num_bytes, 2**62)
     intra: Link = checked(_link)
     inter: Link | None = checked(_link, None)
     ports: int | None = count(None, at_most=2**20)

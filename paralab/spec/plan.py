@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
+from paralab import checks
 from paralab.checks import Description, checked, choice, count, flag, instance, one_of, whole
 from paralab.parallel.schedules import RELAY, Action
 from paralab.spec import forms
@@ -43,7 +44,7 @@ class Plan(Description):
     grad_sync        how dp ranks sum their gradients: "naive" (one all-reduce per parameter after
                      backward), "bucketed" (flat buckets after backward), "overlapped" (flat buckets
                      launched while backward still runs). None leaves it to ``passes``
-    bucket_bytes     size at which a gradient bucket is closed
+    bucket_bytes     size at which a gradient bucket is closed: bytes, or text as "25MB"
     schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved" (whose
                      microbatches are a multiple of pp), "zb-h1", "zb-h2"; or "l2l", one rank's: a
                      relay of the model's parts, whose parameters are offloaded. Or a function of
@@ -116,7 +117,7 @@ class Plan(Description):
     grad_sync: str | None = checked(
         partial(choice, options=(*forms.GRAD_SYNC_FORMS, None)), "overlapped"
     )
-    bucket_bytes: int = count(4 * 2**20)
+    bucket_bytes: int = checked(checks.num_bytes, 4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=MANY)
     secondary_shard: int | None = count(None, at_most=MANY)
     passes: tuple = checked(forms.check_passes, ())

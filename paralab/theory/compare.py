@@ -26,6 +26,7 @@ from paralab.report.facts import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
 from paralab.theory.gaps import EXPOSED_COPIES, MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
+from paralab.view.naming import cluster_name, plan_name
 from paralab.view.theme import percent
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Comparison:
         # Without times, so that it is the same for every run: notebooks store this line.
         columns = " | ".join(c for c in COLUMNS if c != "measured" or self.measured is not None)
         verdict = "agree" if self.bytes_agree else "DIFFER"
-        return f"Comparison({_plan_text(self.expect)}: {columns}, bytes {verdict})"
+        return f"Comparison({plan_name(self.expect.plan)}: {columns}, bytes {verdict})"
 
     def __str__(self) -> str:
         rows = [("per step", *COLUMNS), *self._rows()]
@@ -86,7 +87,8 @@ class Comparison:
             cells = "".join(f"<td {number}>{cell}</td>" for cell in row)
             label, note = html.escape(name), html.escape(self.notes.get(name, ""))
             body.append(f"<tr><th {text}>{label}</th>{cells}<td {text}>{note}</td></tr>")
-        caption = html.escape(f"{_plan_text(self.expect)} on cluster {self.expect.cluster.name}")
+        where = cluster_name(self.expect.cluster)
+        caption = html.escape(f"{plan_name(self.expect.plan)} on {where}")
         return (
             f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table>"
@@ -273,16 +275,6 @@ def _in_words(call: tuple[str, str, str, int, int]) -> str:
 
 
 # ---- text -------------------------------------------------------------------------------------
-def _plan_text(report: Tables) -> str:
-    plan = report.plan
-    form = plan.grad_sync_name * (plan.dp > 1 or plan.pp == 1)
-    if plan.zero_stage:
-        form = f"zero_stage={plan.zero_stage}" + f", shard={plan.shard}" * (plan.shard is not None)
-    schedule = plan.schedule_name * (plan.pp > 1 or plan.relays)
-    parts = [f"dp={plan.dp}", plan.tp_name, f"pp={plan.pp}" * (plan.pp > 1), schedule, form]
-    return ", ".join(filter(None, parts))
-
-
 def _shown(value: float, unit: str) -> str:
     if math.isnan(value):
         return "-"

@@ -15,7 +15,7 @@ from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
-from paralab.view.theme import in_seconds, percent
+from paralab.view.theme import in_seconds, listed, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -139,10 +139,12 @@ def _exposed(expect: Tables, replayed: Tables) -> str:
     """What a device waits for, and how much of the communication is hidden."""
     plan, shares = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
+        others = ["messages of tensor parallelism"] * (plan.tp > 1)
+        others += ["gathered parameters"] * (plan.zero_stage > 0 and plan.dp > 1)
+        whose = "the" if plan.dp > 1 else "a tied embedding's"
+        others += [f"the sum of {whose} gradients"] * (plan.dp > 1 or expect.model.tied)
         note = "A rank of a pipeline waits for its neighbour to compute: this is the bubble."
-        if plan.dp > 1:
-            note += " The wait for the sum of the gradients is included too."
-        return note
+        return f"{note} It waits for {listed(others)} too." if others else note
     if expect.world_size == 1:
         return ""
     if not shares["communication"] > 0:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import choice, instance, real, whole
+from paralab.checks import choice, instance, num_bytes, real, whole
 from paralab.spec import ModelSpec
 from paralab.theory.flops import forward_flops, head_flops
 
@@ -52,9 +52,9 @@ def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
     return {name: width * model.num_params for name, width in recipe_parts(recipe).items()}
 
 
-def devices_for(num_bytes: int, memory: int) -> int:
-    """The fewest devices of ``memory`` bytes that together hold ``num_bytes``."""
-    return -(-whole("num_bytes", num_bytes, at_least=1) // whole("memory", memory, at_least=1))
+def devices_for(size: float, memory: float | str) -> int:
+    """The fewest devices of ``memory`` bytes that together hold ``size`` bytes."""
+    return -(-num_bytes("size", size) // num_bytes("memory", memory))
 
 
 def step_flops(model: ModelSpec, samples: int, *, recompute: bool | str = False) -> int:

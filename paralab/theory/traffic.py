@@ -14,8 +14,8 @@ clusters of workstations"); in the next two rows a rank sends only what the othe
 whole numbers: where n does not divide the sum over all members, the first members send one byte
 more, so that the sum is exact.
 
-Over gloo the kernel's counters show these bytes. Over NCCL they are a model and not a counter's:
-an all-reduce uses a ring or a tree, a broadcast and a reduce use a ring, and a switch may add up.
+Over gloo the kernel's counters show these bytes. Over NCCL they are a model: an all-reduce uses a
+ring or a tree, other collectives but an all-to-all use a ring, and a switch may add up.
 """
 
 from __future__ import annotations
@@ -124,10 +124,9 @@ def far_share(
     if op in RING:  # every member sends equally much, to the next member
         pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
         return sum(nodes[a] != nodes[b] for a, b in pairs) / len(ranks)
-    if op in PAIRWISE:  # every member sends equally much to every other member
-        others = len(ranks) - 1
-        near = sum(n * (n - 1) for n in Counter(nodes.values()).values())
-        return 1 - near / (len(ranks) * others) if others else 0.0
+    if op in PAIRWISE:  # every member sends equally much to every other: no walk over n^2 pairs
+        n, near = len(ranks), sum(k * k for k in Counter(nodes.values()).values())
+        return (n * n - near) / max(1, n * n - n)
     sent = Counter()  # {whether the receiver is on another node: bytes}
     for rank in ranks:
         for receiver, size in edges(op, ranks, rank, payload, peer).items():

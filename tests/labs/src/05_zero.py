@@ -776,14 +776,11 @@ deepest.reveal(most_blocks["ZeRO-3"]["blocks, by program"])
 # %% [markdown]
 # ## Nodes: hybrid sharding keeps the expensive bytes inside
 # With the ranks on two nodes, part of stage 3's traffic crosses the slow network. On a ring of four
-# ranks, two on each node, two of the four edges cross: half of the bytes of an all-gather. The
-# reduce-scatter of this library is an all-to-all (gloo has no ring for it): each rank sends a
-# quarter to each of three others, two of which are on the other node, so $\frac23$ cross. With two
-# all-gathers for each reduce-scatter:
+# ranks, two on each node, two of the four edges cross: half of the bytes of an all-gather and, as
+# NCCL makes it, of a reduce-scatter. (Gloo has no ring for it. There the reduce-scatter of this
+# library is an all-to-all: each rank sends a quarter to each of three others, two of which are on
+# the other node, so $\frac23$ of its bytes cross.)
 #
-# $$ \frac13\Big(2\cdot\frac12 + \frac23\Big) = \frac59 \approx 55.6\,\% . $$
-#
-# With a ring for the reduce-scatter, as in NCCL, it is exactly one half.
 # **Hybrid sharding** (HSDP, `shard=2`) shards inside a node and keeps one copy of the states per
 # node. Between nodes only an all-reduce of a shard's gradients is left, once per step. What does
 # that leave of the bytes between two nodes of two devices, in a step of two micro-batches?
@@ -827,15 +824,14 @@ between_nodes.reveal(100 * hybrid / sharded)
 
 # %% [markdown]
 # Counted over all four ranks, ZeRO-3 sends $3m(N-1)\Psi = 18\Psi$ elements in a step, of which
-# $\frac59$, or $10\Psi$, are sent between the nodes. HSDP has two all-reduces there, one of each
-# shard of $\frac{\Psi}{2}$ elements, and both ranks of each send that many. That is $2\Psi$ in all,
-# a fifth of $10\Psi$.
+# half, $9\Psi$, are sent between the nodes. HSDP has two all-reduces there, one of each shard of
+# $\frac{\Psi}{2}$ elements, and both ranks of each send that many. That is $2\Psi$ in all, two
+# ninths of $9\Psi$.
 #
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
 # step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3
 # needs less of it than above: these devices count as GPUs, whose reduce-scatter has no buffer to
-# receive into. Bytes are counted as gloo sends them; with NCCL's rings half of ZeRO-3's, 131.9 MB,
-# would be sent between the nodes.)
+# receive into.)
 #
 # ## Is it the same training?
 # One process computes all micro-batches with plain SGD; its gradients and weights are compared with
