@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import count_of, illegal, whole
+from paralab.checks import count_of, illegal, instance, whole
 from paralab.spec import Cluster, Plan
 from paralab.theory.traffic import level
 from paralab.view import theme
@@ -69,7 +69,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int = 0) -> Chart:
     first and the last are drawn; the table has all. Raises ValueError if there is no such rank, or
     if the cluster has too few devices.
     """
-    world = plan.world_size
+    world = instance("plan", plan, Plan, "a pl.Plan(...)").world_size
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and world > cluster.num_devices:
         devices = count_of(cluster.num_devices, "device")
         why = f"it has {devices}, the plan needs {world}"
