@@ -180,7 +180,8 @@ def test_what_are_not_a_prediction_and_its_run_is_refused_by_the_first_differenc
     expect, run = predicted(), as_measured(predicted())
     again, sgd = expect.replay(CLUSTER), predict(MODEL, pl.Plan(), CLUSTER, optimizer="sgd")
     simulated = simulate(gpipe(2, 2), forward=1.0, backward=2.0).report()
-    plan, model = run.plan.replace(bucket_bytes=4000), run.model.replace(dropout=0.5)
+    other = replace(run, plan=run.plan.replace(bucket_bytes=4000))
+    model = run.model.replace(dropout=0.5)
     one_clock = "^clock: neither.*legal: one report of pl.predict and one of pl.run"
     two_predictions = "^clock: both reports are predicted; legal: "
     unmeasured = "report=.*nothing was measured; legal: what pl.run"
@@ -191,7 +192,8 @@ def test_what_are_not_a_prediction_and_its_run_is_refused_by_the_first_differenc
         (two_predictions, expect, expect),
         (one_clock, run, run),
         (one_clock, run, run.replay(CLUSTER)),
-        ("plan.bucket_bytes: 20000 was predicted, 4000 was run", expect, replace(run, plan=plan)),
+        ("plan.bucket_bytes: 20000 was predicted, 4000 was run", expect, other),
+        (r"legal: what pl.predict\(report.model, report.plan, cluster, optimizer=", expect, other),
         ("model.dropout: 0.0 was predicted, 0.5 was run", expect, replace(run, model=model)),
         ("optimizer: 'sgd' was predicted, 'adamw' was run", sgd, as_measured(sgd)),
         ("report='run.json'", expect, "run.json"),

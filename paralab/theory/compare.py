@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal, instance
+from paralab.checks import count_of, illegal, instance
 from paralab.report import amounts, facts, metrics
 from paralab.report.facts import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
@@ -175,7 +175,10 @@ def _same_subject(expect: Tables, report: Tables) -> None:
     settings += [("optimizer", *optimizers)] * all(optimizers)
     for name, x, y in settings:
         if x != y:
-            legal = "a prediction of what was run"
+            legal = "what pl.predict(report.model, report.plan, cluster, "
+            legal += f"optimizer={optimizers[1]!r}) returns"
+            if "observed" in report.meta:  # only the number of ranks can differ
+                legal = f"a prediction for {count_of(y, 'rank')}"
             raise ValueError(f"{name}: {x!r} was predicted, {y!r} was run; legal: {legal}")
     if device_of(report) == "cuda" and not expect.cluster.gpus:
         why = "the run was on GPUs, and this prediction is for CPUs"
