@@ -346,6 +346,7 @@ def test_what_never_steps_is_one_step(steps):
     assert report.steps["step"].tolist() == [0, 0]
     assert set(report.collectives["phase"]) == {"data"}
     assert report.traffic()["bytes"].sum() == 2400
+    assert "no optimizer has stepped" in report.explain()["What is not known?"]
 
 
 def forward_after_the_last_mark():
