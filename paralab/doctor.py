@@ -105,13 +105,14 @@ def ask_torch() -> dict[str, Any]:
     return unknown | {"error": ran.stderr.strip().split("\n")[-1]}
 
 
-def calibrated(device: str) -> str | None:
+def calibrated(device: str) -> str:
     """The cached calibration in words: the speed of a core or GPU, and of an all-reduce between
-    ranks. None if there is none.
+    ranks. If there is none, how it is made.
     """
     known = calibrate.known(device)
     if known is None:
-        return None
+        how = "paralab doctor --calibrate" + " --device cuda" * (device == "cuda")
+        return f"not measured yet; to measure (ten to fifteen seconds): {how}"
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     summary = (
@@ -122,7 +123,7 @@ def calibrated(device: str) -> str | None:
     if known.get("busy", 0.0) > calibrate.BUSY:
         summary += "; other programs were busy then, so it is measured again when they are not"
     if calibrate.cache_path(device) in calibrate.unwritten:
-        summary += "; it could not be kept: set PARALAB_CACHE_DIR to a folder that can be written"
+        summary += "; it could not be kept: set PARALAB_CACHE_DIR to a writable folder"
     if found := known.get("inter"):
         link, made = found["link"], found["made"][:10]
         summary += f"; on the slowest link between {found['nodes']} nodes (measured {made}) a "
@@ -232,9 +233,8 @@ def _checks(machine: Machine) -> Iterator[Check]:
 
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
-    none = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
     unseen = "this system does not show how busy other programs are, so measure when they are idle"
-    yield Check("links", (machine.links or none) + f"; {unseen}" * (not machine.load_shown))
+    yield Check("links", machine.links + f"; {unseen}" * (not machine.load_shown))
 
     finding = "there is none that can be written to"
     remedy = "ranks meet in files there: set TMPDIR"

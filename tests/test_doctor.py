@@ -21,8 +21,8 @@ TORCH = {"version": "2.13.0", "cuda": None, "gpus": [], "backends": ["gloo"], "e
 H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = dict(
     system="Linux x86_64", python="3.11.7", packages=dict(doctor.OLDEST), cores=2,
-    memory=8 * GB, free_memory=5 * GB, torch=TORCH, links=None, shared=64 * MB, temp="/tmp",
-    temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
+    memory=8 * GB, free_memory=5 * GB, torch=TORCH, links="measured 2026", shared=64 * MB,
+    temp="/tmp", temp_free=90 * GB, forkserver=True, byte_counter=True, load_shown=True,
 )  # fmt: skip
 
 
@@ -49,8 +49,7 @@ WELL = [
     (dict(torch=ONE_GPU), "torch", "2.13.0 with gloo and nccl"),
     (dict(torch=TWO_GPUS), "GPUs", "2: H100 with 80 GB, H100 with 80 GB; /dev/shm has 64 MB, too"),
     (dict(torch=TWO_GPUS, shared=8 * GB), "GPUs", "2: H100 with 80 GB, H100 with 80 GB\n"),
-    ({}, "links", "not measured yet; to measure (ten to fifteen seconds): paralab doctor --cali"),
-    (dict(links="measured 2026"), "links", "measured 2026"),
+    ({}, "links", "measured 2026"),
 ]  # fmt: skip
 
 
@@ -161,7 +160,8 @@ def test_where_there_is_no_folder_there_is_no_room():
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))
-    assert doctor.calibrated("cpu") is None
+    for device, more in (("cpu", ""), ("cuda", " --device cuda")):
+        assert doctor.calibrated(device).endswith(f"seconds): paralab doctor --calibrate{more}")
     link = {"alpha": 1.5e-3, "bandwidth": 1.25e9}
     cluster = {"flops": 42e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},
                "collectives": {"all_reduce": link}}  # fmt: skip
