@@ -110,14 +110,14 @@ PREDICT_OPTIONS = (
 )
 OBSERVE_OPTIONS = (
     Option("ranks", number, "number of processes (default 4)"),
-    Option("nodes", number, "place the processes on this many virtual nodes"),
+    Option("nodes", number, "place the processes on this many virtual nodes (default 1)"),
     Option(
         "steps",
         str,
-        "what ends a step: optimizer (its step()), or marked (a call of paralab.step())",
+        "what ends a step: optimizer (its step(), the default), or marked (a call of "
+        "paralab.step())",
     ),
     Option("memory_steps", number, "count memory in this many steps, from the first (default 2)"),
-    Option("device", str, "device of the process group: cpu (gloo) or cuda (NCCL)"),
     TIMEOUT,
 )
 
@@ -373,7 +373,7 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     if given.m:
         program, given.script = observing.Module(program), program.replace(".", "/") + ".py"
     _check_files(given)
-    folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
+    folder = _part_folder(given, why, "ranks", "nodes", "timeout")
     if folder is not None:
         under_torchrun = observing.observe_under_torchrun
         return under_torchrun(program, given.arguments, folder=folder, **settings)
