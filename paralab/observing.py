@@ -179,7 +179,7 @@ def _script_file(path: str | os.PathLike[str]) -> Path | Module:
     script = checks.path("fn", path, legal)
     if not script.is_file():
         why = "it is a folder" if script.is_dir() else "there is no such file"
-        raise illegal("fn", str(path), why, legal)
+        raise illegal("script", str(path), why, "the path of a Python file")
     return script.absolute()
 
 

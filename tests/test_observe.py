@@ -478,7 +478,7 @@ def test_a_failure_is_said_and_no_process_is_left(how, said):
 def test_settings_are_refused_before_a_process_starts():
     for settings in ({"steps": "some"}, {"memory_steps": -1}, {"ranks": 0}, {"nodes": 9}):
         refuses("legal: ", pl.observe, ddp, **settings)
-    with pytest.raises(ValueError, match="fn='x'"):
+    with pytest.raises(ValueError, match="script='x'"):
         pl.observe("x")  # no such script
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
@@ -692,7 +692,7 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     for said, *words in [
         ("out='occupied': the folder cannot be created", "--out", "occupied", "train.py"),
         ("ranks='2'", "--ranks", "2", "train.py"),
-        ("fn='none.py': there is no such file", "none.py"),
+        ("script='none.py': there is no such file; legal: the path of a Python file", "none.py"),
     ]:
         assert said in shell_refuses(capsys, "observe", *words)
 
