@@ -66,6 +66,7 @@ STEP_TIMES = [
     (2, {"wall": 1.3, "nodes": [0, 1]}, "doctor --calibrate measures", "stated"),
     (2, {"wall": 1.3, "beside": 0.2}, "other threads of a rank used {:.0f} ms", "%"),
     (2, {"wall": 1.3, "beside": 0.01}, "The wall clock shows", "other threads"),
+    (1, {"wall": 1.3, "beside": 0.2}, "The wall clock shows", "Carrying messages"),
     (2, {"wall": 1.02, "cost": 1.01}, "The columns agree.", "%"),
     (2, {"wall": 0.75}, "shows 25 % less than the replay. Messages and copies took less", "share"),
     (2, {"idle": 1.0}, "50 % of the measured step lies outside every span", "other threads"),
