@@ -88,7 +88,6 @@ RUN_OPTIONS = (
 )
 DRY_OPTIONS = (
     RANK,
-    Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
     OPTIMIZER,
     CLIP_NORM,
 )
@@ -404,7 +403,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _dry_run(given: argparse.Namespace) -> None:
-    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
+    settings = settings_of(given, *given.own)
     model, plan = _model_and_plan(given)
     report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
     _print_summary(report)
