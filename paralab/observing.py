@@ -315,9 +315,6 @@ class _Seen:
 
     report: Report | None = None
 
-    def __repr__(self) -> str:
-        return "an observation, whose report is its .report"
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.report is None:
             raise AttributeError(f"{name!r}: there is no report before the block has ended")

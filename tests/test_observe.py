@@ -512,7 +512,7 @@ def in_this_process():
     with pl.observe() as seen:
         train(optimizer, 3)
     assert seen.steps["step"].tolist() == [0, 1, 2] and len(seen.timeline().data)
-    refuses("report is its .report: not a report", pl.compare, seen, seen.report)
+    refuses("neither report is predicted", pl.compare, seen, seen.report)
     held = seen.peaks()["measured"]
     psi = sum(p.nbytes for p in model.parameters())
     assert held["parameters"] == psi and held["optimizer"] == 2 * psi + 16, held

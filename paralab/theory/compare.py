@@ -106,7 +106,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     naming the first difference if the two are not of the same model, plan, optimizer and number of
     ranks, or if a run on GPUs is compared with a prediction for processors.
     """
-    expect, report = _prediction_and_run(expect, report)
+    given = (getattr(each, "report", each) for each in (expect, report))  # also what a block yields
+    expect, report = _prediction_and_run(*given)
     if report.model is None and "observed" in report.meta:
         report = replace(report, model=expect.model, plan=expect.plan)
     _same_subject(expect, report)
