@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from math import prod
 
-from paralab.checks import count_of, illegal, instance, real, whole
+from paralab.checks import instance, real, whole
 from paralab.interpret.dry import numbered
 from paralab.programs.compile import compiled
 from paralab.report.report import Report
 from paralab.report.tables import DRY
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec.cluster import check_devices
 from paralab.theory.uncollected import uncollected
 
 
@@ -47,11 +48,7 @@ def dry_run(
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
-    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
-    if cluster is not None and plan.world_size > cluster.num_devices:
-        devices = count_of(cluster.num_devices, "device")
-        why = f"it has {devices}, the plan needs {plan.world_size}"
-        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
+    check_devices(cluster, plan.world_size)
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
     settings = {

@@ -242,11 +242,6 @@ def test_an_output_without_letters_or_none_is_no_error_and_a_full_disk_is_one_li
     assert ("ALL_REDUCE" in found.stdout) == (not to)
 
 
-def test_a_closed_output_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)  # as Python has it then
-    assert cli.main(["program", "--dp", "2"]) == 0
-
-
 def test_a_warning_is_one_line_without_the_librarys_own_code_and_said_once(tmp_path):
     """Three checks find it: of the command, of the run, and of its offloaded states."""
     words = "run --layers 2 --pp 2 --zero-stage 3 --resume nowhere --checkpoint new"

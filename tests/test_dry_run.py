@@ -128,7 +128,7 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     ({"plan": BIG.replace(pp=256)}, "pp=256.*up to 128"),
     ({"model": MODEL}, "heads=4.*multiple of 8"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0"),
-    ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*needs 3072"),
+    ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*3072 ranks"),
 ], ids=str)  # fmt: skip
 def test_what_no_run_could_do_is_refused(arguments, said):
     refuses(said, pl.dry_run, **{"model": TRILLION, "plan": BIG, **arguments})
