@@ -194,7 +194,7 @@ def test_what_are_not_a_prediction_and_its_run_is_refused_by_the_first_differenc
         (one_clock, run, run),
         (one_clock, run, run.replay(CLUSTER)),
         ("plan.bucket_bytes: 20000 was predicted, 4000 was run", expect, other),
-        (r"legal: what pl.predict\(report.model, report.plan, cluster, optimizer=", expect, other),
+        (r"legal: pl.predict\(report.model, report.plan, cluster, optimizer=", expect, other),
         ("model.dropout: 0.0 was predicted, 0.5 was run", expect, replace(run, model=model)),
         ("optimizer: 'sgd' was predicted, 'adamw' was run", sgd, as_measured(sgd)),
         ("report='run.json'", expect, "run.json"),

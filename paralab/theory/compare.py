@@ -176,8 +176,7 @@ def _same_subject(expect: Tables, report: Tables) -> None:
     settings += [("optimizer", *optimizers)] * all(optimizers)
     for name, x, y in settings:
         if x != y:
-            legal = "what pl.predict(report.model, report.plan, cluster, "
-            legal += f"optimizer={optimizers[1]!r}) returns"
+            legal = f"pl.predict(report.model, report.plan, cluster, optimizer={optimizers[1]!r})"
             if "observed" in report.meta:  # only the number of ranks can differ
                 legal = f"a prediction for {count_of(y, 'rank')}"
             raise ValueError(f"{name}: {x!r} was predicted, {y!r} was run; legal: {legal}")

@@ -113,9 +113,8 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     carried = "Copying" if len(report.copies) else "Carrying messages" * (expect.world_size > 1)
     if carried and (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
-            f"{carried} is work too: the other "
-            f"threads of a rank used {by_threads * 1e3:.0f} ms of CPU time per step. Ranks with "
-            "devices of their own would compute meanwhile."
+            f"{carried} is work too: the other threads of a rank used {by_threads * 1e3:.0f} ms of "
+            "CPU time per step. Ranks with devices of their own would compute meanwhile."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
         yield (
