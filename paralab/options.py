@@ -1,8 +1,8 @@
 """The command line's options for a model and a plan, and the model and plan that they describe.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, but for ``block`` and
-``passes``, which take code; so a new field needs no code here. An option's text becomes a number
-where the field takes one, and is otherwise passed on: `ModelSpec` and `Plan` decide what is legal.
+``passes``, which take code; so a new field needs no code here. The text None means None. Other text
+becomes a number where the field takes one: `ModelSpec` and `Plan` decide what is legal.
 """
 
 from __future__ import annotations
@@ -105,4 +105,5 @@ def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    return settings_of(given, *(field.name for field in dataclasses.fields(kind)))
+    fields = settings_of(given, *(field.name for field in dataclasses.fields(kind)))
+    return {name: None if value == "None" else value for name, value in fields.items()}
