@@ -25,7 +25,7 @@ from paralab.report.paradigm import (
     trained_bytes,
     whole_number,
 )
-from paralab.report.summary import summary
+from paralab.report.summary import readable, summary
 from paralab.report.tables import Tables
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -143,11 +143,12 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
 # ---- time ---------------------------------------------------------------------------------------
 def _hidden(report: Tables) -> str:
     value = summary(report)["value"]
-    if not (moving := value["communication in flight"]):
+    moving, waiting = (readable(value[name]) for name in ("communication in flight", "waiting"))
+    if moving == "0":
         return ""
     return (
-        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms per step in which "
-        f"communication is in flight; a rank waits for {value['waiting']:.1f} ms per step."
+        f"{value['of it hidden behind compute']:.0f} % of the {moving} ms per step in which "
+        f"communication is in flight; a rank waits for {waiting} ms per step."
     )
 
 
