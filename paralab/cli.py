@@ -186,8 +186,7 @@ def make_parser() -> argparse.ArgumentParser:
         "print what a rank does in a step, as a list of instructions",
         PROGRAM_OPTIONS,
     )
-    text = "print every line, without folding repetitions"
-    program.add_argument("--all", action="store_true", help=text)
+    program.add_argument("--all", action="store_true", help="print every line, without folding")
     predicted = add(
         "predict",
         _predict,

@@ -51,11 +51,8 @@ def dry_run(
     check_devices(cluster, plan.world_size)
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
-    settings = {
-        "rank": whole("rank", rank, at_least=0, at_most=plan.world_size - 1),
-        "optimizer": optimizer,
-        "clip_norm": None if clip_norm is None else real("clip_norm", clip_norm, above=0.0),
-    }
+    rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
+    clip_norm = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
     pp, node_of = plan.place(rank).pp, cluster.node_of if cluster else lambda rank: 0
     program = compiled(model, plan, optimizer=optimizer, clips=clip_norm is not None, only=pp)
     shapes = program.model.shapes
@@ -65,7 +62,9 @@ def dry_run(
         plan=plan,
         cluster=cluster,
         meta={
-            **settings,
+            "rank": rank,
+            "optimizer": optimizer,
+            "clip_norm": clip_norm,
             "num_params": sum(prod(shapes[name]) for u in program.units[pp] for name in u.names),
             "nodes": list(map(node_of, range(plan.world_size))),
         },

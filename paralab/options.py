@@ -101,9 +101,9 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
     """{name: value} of those of the options ``names`` that were given."""
-    return {name: getattr(given, name) for name in names if name in given}
+    values = {name: getattr(given, name) for name in names if name in given}
+    return {name: None if value == "None" else value for name, value in values.items()}
 
 
 def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    fields = settings_of(given, *(field.name for field in dataclasses.fields(kind)))
-    return {name: None if value == "None" else value for name, value in fields.items()}
+    return settings_of(given, *(field.name for field in dataclasses.fields(kind)))

@@ -49,7 +49,6 @@ WELL = [
     (dict(torch=ONE_GPU), "torch", "2.13.0 with gloo and nccl"),
     (dict(torch=TWO_GPUS), "GPUs", "2: H100 with 80 GB, H100 with 80 GB; /dev/shm has 64 MB, too"),
     (dict(torch=TWO_GPUS, shared=8 * GB), "GPUs", "2: H100 with 80 GB, H100 with 80 GB\n"),
-    ({}, "links", "measured 2026"),
 ]  # fmt: skip
 
 
