@@ -108,9 +108,10 @@ def finding(section: Section) -> str:
 
 def _sent(report: Tables, step: int) -> str:
     """What the rank that sends the most bytes in this step sends, and in how many calls."""
-    calls = facts.own_calls(report).query("step == @step and wire_bytes > 0")
+    sends = facts.own_calls(report).query("wire_bytes > 0")
+    calls = sends.query("step == @step")
     if calls.empty:
-        return "no rank sends anything"
+        return "no rank sends anything" + f" in step {step}" * (len(sends) > 0)
     sent = calls.groupby("rank")["wire_bytes"].sum()
     most = sent.idxmax()
     own_calls = calls[calls["rank"] == most]
