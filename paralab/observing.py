@@ -42,8 +42,8 @@ from paralab.trace import part_of, places
 from paralab.version import __version__
 
 STEPS = ("optimizer", "marked")
-NOTHING = """nothing was seen in this process: no module, collective or optimizer was called. \
-Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
+NOTHING = """nothing was seen in this process: no module or optimizer was called, and no tensor \
+sent. Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
 paralab observe --ranks N, or torchrun, start its ranks"""
 UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: why}
     "support saved tensor hooks": "counting bytes takes hooks on saved tensors, which torch.func "

@@ -468,7 +468,7 @@ def fails(how):
         ("raises", r"RuntimeError: inconsistent(.|\n)*torch.ones\(3\) @ torch.ones\(4\)"),
         ("inits", r"the default process group exists already(.|\n)*paralab observe FILE"),
         ("exits", r"called sys.exit\(3\)"),
-        ("forks", "nothing was seen in this process"),
+        ("forks", "no module or optimizer was called, and no tensor sent"),
     ],
 )
 def test_a_failure_is_said_and_no_process_is_left(how, said):
