@@ -279,7 +279,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     }
     unknown = [text.format(apart=apart) for name, text in UNKNOWN.items() if holds[name]]
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
-    counts = sorted(set(steps["rank"].value_counts()))
+    counts = sorted({(steps["rank"] == rank).sum() for rank in facts.reported_ranks(report)})
     if len(counts) > 1:
         unknown.append(
             f"What ranks did after their last step: ranks have from {counts[0]} to {counts[-1]} "
