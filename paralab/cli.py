@@ -373,8 +373,7 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     _check_files(given)
     folder = _part_folder(given, why, "ranks", "nodes", "timeout")
     if folder is not None:
-        under_torchrun = observing.observe_under_torchrun
-        return under_torchrun(program, given.arguments, folder=folder, **settings)
+        return observing.observe_under_torchrun(program, given.arguments, folder=folder, **settings)
     report = observing.observe(program, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)

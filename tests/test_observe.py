@@ -99,6 +99,8 @@ def test_it_is_replayed_drawn_and_saved_like_a_run(report, tmp_path):
     assert replayed.step_time == pytest.approx(expected, rel=0.51)  # alpha is paid n - 1 times
     for draw in (report.timeline, report.traffic_chart, report.memory_chart, report.loss_chart):
         assert draw().data
+    report.to_html(tmp_path / "seen.html")
+    assert "<th>observed</th>" not in (tmp_path / "seen.html").read_text()  # of every parameter
     report.save(tmp_path / "seen.json")
     again = pl.load(tmp_path / "seen.json")
     assert str(again.explain()) == str(report.explain())
@@ -480,8 +482,7 @@ def test_a_failure_is_said_and_no_process_is_left(how, said):
 def test_settings_are_refused_before_a_process_starts():
     for settings in ({"steps": "some"}, {"memory_steps": -1}, {"ranks": 0}, {"nodes": 9}):
         refuses("legal: ", pl.observe, ddp, **settings)
-    with pytest.raises(ValueError, match="script='x'"):
-        pl.observe("x")  # no such script
+    refuses("script='x'", pl.observe, "x")  # no such script
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
     refuses("without a function, pl.observe observes this process", pl.observe, ranks=7)
