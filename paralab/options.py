@@ -1,8 +1,8 @@
 """The command line's options for a model and a plan, and the model and plan that they describe.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, but for ``block`` and
-``passes``, which take code; so a new field needs no code here. The text None means None. Other text
-becomes a number where the field takes one: `ModelSpec` and `Plan` decide what is legal.
+``passes``, which take code; so a new field needs no code here. An option's text becomes a number
+where the field takes one, and is otherwise passed on: `ModelSpec` and `Plan` decide what is legal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Option(NamedTuple):
 def add_options(group: Any, options: Iterable[Option]) -> None:
     """Add ``options`` to an argparse group. One that is not given leaves no attribute behind."""
     for name, reader, text in options:
-        value: dict[str, Any] = {"type": reader, "metavar": name.upper()}
+
+        def read(given: str, reader: Callable[[str], Any] = reader) -> Any:
+            return None if given == "None" else reader(given)  # which refusals call None
+
+        value: dict[str, Any] = {"type": read, "metavar": name.upper()}
         if reader is bool:
             value = {"action": argparse.BooleanOptionalAction}
         shared = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -101,8 +105,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
     """{name: value} of those of the options ``names`` that were given."""
-    values = {name: getattr(given, name) for name in names if name in given}
-    return {name: None if value == "None" else value for name, value in values.items()}
+    return {name: getattr(given, name) for name in names if name in given}
 
 
 def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:

@@ -86,14 +86,14 @@ def test_every_field_is_explained_by_what_the_docstring_says_first():
 
 
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):
-    line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device None"
+    line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
     words = ["--bucket-bytes", "64 kib", "--timeout", "30", "--data", "my text.txt"]
-    kept = "--preset gpt2 --layers 2 --grad-dtype None --checkpoint to --save-every 2 --resume to "
-    kept += "--resume-changes lr,global_batch"
+    kept = "--preset gpt2 --layers 2 --checkpoint to --save-every 2 --resume to "
+    kept += "--resume-changes lr,global_batch --attention None --grad-dtype None"
     assert cli.main([*line.split(), *words, *kept.split()]) == 0
     experiment.run.assert_called_once_with(
         ModelSpec.preset("gpt2").replace(layers=2), Plan(dp=4, bucket_bytes=2**16), steps=8, lr=0.1,
-        optimizer="sgd", clip_norm=1, seed=3, device=None, timeout=30, data="my text.txt",
+        optimizer="sgd", clip_norm=1, seed=3, device="cpu", timeout=30, data="my text.txt",
         save="to", save_every=2, resume="to", resume_changes=["lr", "global_batch"],
     )  # fmt: skip
 
