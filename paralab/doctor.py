@@ -63,6 +63,7 @@ def examine(device: str) -> Machine:
         memory=calibrate.memory_bytes(),  # of the machine, or of the container
         free_memory=free_memory(),
         torch=ask_torch(),
+        device=device,
         links=calibrated(device),
         shared=room_in("/dev/shm"),
         temp=temp,
@@ -105,14 +106,13 @@ def ask_torch() -> dict[str, Any]:
     return unknown | {"error": ran.stderr.strip().split("\n")[-1]}
 
 
-def calibrated(device: str) -> str:
+def calibrated(device: str) -> str | None:
     """The cached calibration in words: the speed of a core or GPU, and of an all-reduce between
-    ranks. If there is none, how it is made.
+    ranks. None if there is none.
     """
     known = calibrate.known(device)
     if known is None:
-        how = "paralab doctor --calibrate" + " --device cuda" * (device == "cuda")
-        return f"not measured yet; to measure (ten to fifteen seconds): {how}"
+        return None
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     summary = (
@@ -233,8 +233,10 @@ def _checks(machine: Machine) -> Iterator[Check]:
 
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
+    none = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
+    none += " --device cuda" * (machine.device == "cuda")
     unseen = "this system does not show how busy other programs are, so measure when they are idle"
-    yield Check("links", machine.links + f"; {unseen}" * (not machine.load_shown))
+    yield Check("links", (machine.links or none) + f"; {unseen}" * (not machine.load_shown))
 
     finding = "there is none that can be written to"
     remedy = "ranks meet in files there: set TMPDIR"
