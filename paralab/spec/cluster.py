@@ -248,7 +248,7 @@ def check_devices(cluster: Any, ranks: int) -> None:
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and ranks > cluster.num_devices:
         why = f"it has {count_of(cluster.num_devices, 'device')}, and {ranks} ranks need one each"
-        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or fewer ranks")
+        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
 
 
 def control_groups(files: Iterable[Sequence[str]]) -> Iterator[list[str]]:
