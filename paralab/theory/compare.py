@@ -106,8 +106,7 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     naming the first difference if the two are not of the same model, plan, optimizer and number of
     ranks, or if a run on GPUs is compared with a prediction for processors.
     """
-    given = (getattr(each, "report", each) for each in (expect, report))  # also what a block yields
-    expect, report = _prediction_and_run(*given)
+    expect, report = _prediction_and_run(expect, report)
     if report.model is None and "observed" in report.meta:
         report = replace(report, model=expect.model, plan=expect.plan)
     _same_subject(expect, report)
@@ -140,7 +139,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
 
 def _prediction_and_run(a: Any, b: Any) -> tuple[Tables, Tables]:
-    """The two reports, the prediction first. Raises ``ValueError`` if they are not such a pair."""
+    """The two reports, also those that blocks hold, the prediction first; or ``ValueError``."""
+    a, b = (r if isinstance(r := getattr(x, "report", x), Tables) else x for x in (a, b))
     for name, value in (("expect", a), ("report", b)):
         instance(name, value, Tables, "what pl.predict and pl.run return", "report")
         needs_times(value, "a comparison")
