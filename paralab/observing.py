@@ -175,11 +175,13 @@ def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]
 def _script_file(path: str | os.PathLike[str]) -> Path | Module:
     if isinstance(path, Module):  # only a rank finds it, as to look into a package imports that
         return path
-    legal = "a function, the path of a Python file, or None to observe this process"
-    script = checks.path("fn", path, legal)
+    any_kind = "a function, the path of a Python file, or None to observe this process"
+    checks.instance("fn", path, str | os.PathLike, any_kind, "path")
+    legal = "the path of a Python file"
+    script = checks.path("script", path, legal)
     if not script.is_file():
         why = "it is a folder" if script.is_dir() else "there is no such file"
-        raise illegal("script", str(path), why, "the path of a Python file")
+        raise illegal("script", str(path), why, legal)
     return script.absolute()
 
 

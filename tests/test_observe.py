@@ -482,7 +482,7 @@ def test_a_failure_is_said_and_no_process_is_left(how, said):
 def test_settings_are_refused_before_a_process_starts():
     for settings in ({"steps": "some"}, {"memory_steps": -1}, {"ranks": 0}, {"nodes": 9}):
         refuses("legal: ", pl.observe, ddp, **settings)
-    refuses("script='x'", pl.observe, "x")  # no such script
+    refuses("script='': an empty path.*the path of a Python file", pl.observe, "")
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
     refuses("without a function, pl.observe observes this process", pl.observe, ranks=7)
@@ -739,5 +739,4 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
         assert row["measured"] == row["predicted"] and compared.bytes_agree
         assert note == "The bytes agree exactly, summed over the calls of each rank."
     wide = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    said = "world_size: 4 was predicted, 2 was run; legal: a prediction for 2 ranks"
-    refuses(said, pl.compare, wide, reference(twice))
+    refuses("4 was predicted, 2 was run.* for 2 ranks", pl.compare, wide, reference(twice))
