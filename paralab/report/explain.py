@@ -56,7 +56,7 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "after that, which takes longer; with memory_steps=0, in the first step.",
     "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
     "their clocks were compared once, before the first step, and may drift apart in a long run.",
-    "steps": "Where steps end: no optimizer has stepped, so all that the program did is one step. "
+    "unended": "Where steps end: no step was ended, so all that the program did counts as one. "
     "Call paralab.step() where a step ends, and observe with steps='marked'.",
     "scratch": "What kernels allocate and free while they compute, attention or gloo's gathers "
     "say: only tensors that operations return are counted, so the process may hold more than the "
@@ -266,7 +266,6 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         return ""
     counted, observed = sorted(set(report.memory["step"])), report.meta.get("observed", ())
     on_gpu, apart = facts.device_of(report) == "cuda", 2e3 * facts.clock_uncertainty(report)
-    ends = report.steps["step"].max() or report.spans["kind"].eq("optimizer").any()
     holds = {flag: any(program.get(flag) for program in observed) for flag in UNKNOWN}
     holds["aside"] |= on_gpu and fully_sharded(report)
     holds |= {
@@ -274,7 +273,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         "gloo": len(calls) and (not on_gpu or (observed and report.meta.get("backend") == "gloo")),
         "DDP": "DistributedDataParallel" in made_of(report, "modules"),
         "clocks": report.clock == "measured" and apart,
-        "steps": observed and not ends,
+        "unended": observed and all(program.get("unended") for program in observed),
         "scratch": observed and counted,
     }
     unknown = [text.format(apart=apart) for name, text in UNKNOWN.items() if holds[name]]
@@ -282,8 +281,8 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counts = sorted({(steps["rank"] == rank).sum() for rank in facts.reported_ranks(report)})
     if len(counts) > 1:
         unknown.append(
-            f"What ranks did after their last step: ranks have from {counts[0]} to {counts[-1]} "
-            "steps that count, and what follows the last step of a rank is left out. traffic() "
+            f"All that each rank did: ranks have from {counts[0]} to {counts[-1]} steps that "
+            "count. Step 0 and what follows the last step of a rank are left out. traffic() "
             f"divides the bytes of every rank by {counts[-1]} steps."
         )
     if counted and counted[-1] < report.steps["step"].max():
