@@ -234,9 +234,7 @@ def _sums_in_outline(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
-    """The median of each of ``shares`` over the measured steps; the mean, where fewer than half of
-    the steps communicate, as in local SGD; NaN without steps.
-    """
+    """Medians of ``shares`` over the measured steps; means if most do not communicate; or NaN."""
     parts = [shares(report, step) for step in measured_steps(report)]
     moving = [part["communication"] for part in parts]
     typical = fmean if any(moving) and not median(moving) else median
