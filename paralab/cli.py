@@ -401,9 +401,8 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _dry_run(given: argparse.Namespace) -> None:
-    settings = settings_of(given, *given.own)
     model, plan = _model_and_plan(given)
-    report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
+    report = dry_run(model, plan, cluster=_preset(given, plan), **settings_of(given, *given.own))
     _print_summary(report)
     _write(report, given)
 
