@@ -234,7 +234,9 @@ def _checks(machine: Machine) -> Iterator[Check]:
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
     none = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
-    none += " --device cuda" * (machine.device == "cuda")
+    gpus = "not measured yet; to measure: paralab doctor --calibrate --device cuda"
+    if machine.device == "cuda":
+        none = gpus if machine.torch["gpus"] else "no GPU to measure"
     unseen = "this system does not show how busy other programs are, so measure when they are idle"
     yield Check("links", (machine.links or none) + f"; {unseen}" * (not machine.load_shown))
 

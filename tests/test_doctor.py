@@ -38,7 +38,6 @@ def says(found: doctor.Diagnosis, what: str) -> str:
 CUDA = TORCH | {"cuda": "12.8"}
 ONE_GPU = CUDA | {"gpus": [H100], "backends": ["gloo", "nccl"]}
 TWO_GPUS = CUDA | {"gpus": [H100, H100]}
-MEASURE = "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
 WELL = [
     ({}, "cores", "2 cores: more ranks than cores take turns, so trust the replayed clock, not"),
     (dict(cores=1), "cores", "1 core: more ranks than cores take turns"),
@@ -50,8 +49,10 @@ WELL = [
     (dict(torch=ONE_GPU), "torch", "2.13.0 with gloo and nccl"),
     (dict(torch=TWO_GPUS), "GPUs", "2: H100 with 80 GB, H100 with 80 GB; /dev/shm has 64 MB, too"),
     (dict(torch=TWO_GPUS, shared=8 * GB), "GPUs", "2: H100 with 80 GB, H100 with 80 GB\n"),
-    ({}, "links", MEASURE + "\n"),
-    (dict(device="cuda"), "links", MEASURE + " --device cuda\n"),
+    ({}, "links", "not measured yet; to measure (ten to fifteen seconds): paralab doctor --cali"),
+    (dict(device="cuda"), "links", "no GPU to measure\n"),
+    (dict(device="cuda", torch=ONE_GPU), "links",
+     "not measured yet; to measure: paralab doctor --calibrate --device cuda\n"),
     (dict(links="measured 2026"), "links", "measured 2026"),
 ]  # fmt: skip
 
