@@ -88,7 +88,6 @@ RUN_OPTIONS = (
 )
 DRY_OPTIONS = (
     RANK,
-    Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
     OPTIMIZER,
     CLIP_NORM,
 )
@@ -110,14 +109,14 @@ PREDICT_OPTIONS = (
 )
 OBSERVE_OPTIONS = (
     Option("ranks", number, "number of processes (default 4)"),
-    Option("nodes", number, "place the processes on this many virtual nodes"),
+    Option("nodes", number, "place the processes on this many virtual nodes (default 1)"),
     Option(
         "steps",
         str,
-        "what ends a step: optimizer (its step()), or marked (a call of paralab.step())",
+        "what ends a step: optimizer (its step(), the default), or marked (a call of "
+        "paralab.step())",
     ),
     Option("memory_steps", number, "count memory in this many steps, from the first (default 2)"),
-    Option("device", str, "device of the process group: cpu (gloo) or cuda (NCCL)"),
     TIMEOUT,
 )
 
@@ -187,8 +186,7 @@ def make_parser() -> argparse.ArgumentParser:
         "print what a rank does in a step, as a list of instructions",
         PROGRAM_OPTIONS,
     )
-    text = "print every line, without folding repetitions"
-    program.add_argument("--all", action="store_true", help=text)
+    program.add_argument("--all", action="store_true", help="print every line, without folding")
     predicted = add(
         "predict",
         _predict,
@@ -373,10 +371,9 @@ def _observe(given: argparse.Namespace) -> Callable[[], None] | None:
     if given.m:
         program, given.script = observing.Module(program), program.replace(".", "/") + ".py"
     _check_files(given)
-    folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
+    folder = _part_folder(given, why, "ranks", "nodes", "timeout")
     if folder is not None:
-        under_torchrun = observing.observe_under_torchrun
-        return under_torchrun(program, given.arguments, folder=folder, **settings)
+        return observing.observe_under_torchrun(program, given.arguments, folder=folder, **settings)
     report = observing.observe(program, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
@@ -404,9 +401,8 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _dry_run(given: argparse.Namespace) -> None:
-    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     model, plan = _model_and_plan(given)
-    report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
+    report = dry_run(model, plan, cluster=_preset(given, plan), **settings_of(given, *given.own))
     _print_summary(report)
     _write(report, given)
 

@@ -122,6 +122,8 @@ def calibrated(device: str) -> str | None:
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
         summary += "; other programs were busy then, so it is measured again when they are not"
+    if calibrate.cache_path(device) in calibrate.unwritten:
+        summary += "; it could not be kept: set PARALAB_CACHE_DIR to a writable folder"
     if found := known.get("inter"):
         link, made = found["link"], found["made"][:10]
         summary += f"; on the slowest link between {found['nodes']} nodes (measured {made}) a "

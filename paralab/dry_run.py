@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from math import prod
 
-from paralab.checks import count_of, illegal, instance, real, whole
+from paralab.checks import instance, real, whole
 from paralab.interpret.dry import numbered
-from paralab.interpret.predict import check_steps
 from paralab.programs.compile import compiled
 from paralab.report.report import Report
 from paralab.report.tables import DRY
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec.cluster import check_devices
 from paralab.theory.uncollected import uncollected
 
 
@@ -27,22 +27,20 @@ def dry_run(
     *,
     rank: int = 0,
     optimizer: str = "adamw",
-    steps: int = 1,
     clip_norm: float | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
-    """What ``rank`` would hold, send and copy if ``model`` ran under ``plan``: bytes, no times.
+    """What ``rank`` would hold, send and copy in a step of ``model`` under ``plan``: bytes alone.
 
     model, plan  what to train and how to split it (default: one device), over any number of ranks
     rank         which of the plan's ranks to look at
     optimizer    "adamw" or "sgd"
-    steps        optimizer steps, which are all alike
     clip_norm    clip the gradients' global norm to this, which takes further messages
     cluster      says which ranks share a node (the level of a message), whether its devices are
                  GPUs, and how much memory one has (for the chart); default: one node of processors
 
     Returns a `Report` on the clock "dry run" with the rows of that rank in the tables collectives,
-    memory (of every step), copies, steps and spans. In place of times they have the events' numbers
+    memory, copies, steps and spans. In place of times they have the events' numbers
     in order. ``meta`` has the "rank" and its "num_params". Bytes are, row by row, those of a run on
     the cluster's kind of device; a message counts as sent the moment it leaves. Memory on a 2D or
     2.5D grid is that of the rank that holds most; others hold up to a few per cent less. Raises
@@ -50,22 +48,13 @@ def dry_run(
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
-    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
-    if cluster is not None and plan.world_size > cluster.num_devices:
-        devices = count_of(cluster.num_devices, "device")
-        why = f"it has {devices}, the plan needs {plan.world_size}"
-        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
+    check_devices(cluster, plan.world_size)
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
-    settings = {
-        "rank": whole("rank", rank, at_least=0, at_most=plan.world_size - 1),
-        "optimizer": optimizer,
-        "steps": whole("steps", steps, at_least=1),
-        "clip_norm": None if clip_norm is None else real("clip_norm", clip_norm, above=0.0),
-    }
+    rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
+    clip_norm = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
     pp, node_of = plan.place(rank).pp, cluster.node_of if cluster else lambda rank: 0
     program = compiled(model, plan, optimizer=optimizer, clips=clip_norm is not None, only=pp)
-    check_steps(steps, 4 * len(program.codes[pp]))
     shapes = program.model.shapes
     return Report(
         clock=DRY,
@@ -73,9 +62,11 @@ def dry_run(
         plan=plan,
         cluster=cluster,
         meta={
-            **settings,
+            "rank": rank,
+            "optimizer": optimizer,
+            "clip_norm": clip_norm,
             "num_params": sum(prod(shapes[name]) for u in program.units[pp] for name in u.names),
             "nodes": list(map(node_of, range(plan.world_size))),
         },
-        **numbered(program, rank, node_of, steps, gloo=not gpus),
+        **numbered(program, rank, node_of, gloo=not gpus),
     )

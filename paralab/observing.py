@@ -42,8 +42,8 @@ from paralab.trace import part_of, places
 from paralab.version import __version__
 
 STEPS = ("optimizer", "marked")
-NOTHING = """nothing was seen in this process: no module, collective or optimizer was called. \
-Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
+NOTHING = """nothing was seen in this process: no module or optimizer was called, and no tensor \
+sent. Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
 paralab observe --ranks N, or torchrun, start its ranks"""
 UNCOUNTED = {  # {what torch says of a program whose bytes cannot be counted: why}
     "support saved tensor hooks": "counting bytes takes hooks on saved tensors, which torch.func "
@@ -175,11 +175,13 @@ def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]
 def _script_file(path: str | os.PathLike[str]) -> Path | Module:
     if isinstance(path, Module):  # only a rank finds it, as to look into a package imports that
         return path
-    legal = "a function, the path of a Python file, or None to observe this process"
-    script = checks.path("fn", path, legal)
+    any_kind = "a function, the path of a Python file, or None to observe this process"
+    checks.instance("fn", path, str | os.PathLike, any_kind, "path")
+    legal = "the path of a Python file"
+    script = checks.path("script", path, legal)
     if not script.is_file():
         why = "it is a folder" if script.is_dir() else "there is no such file"
-        raise illegal("fn", str(path), why, legal)
+        raise illegal("script", str(path), why, legal)
     return script.absolute()
 
 

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import paralab as pl
+from paralab import doctor
 from paralab.instruments import calibrate, processors
 from paralab.interpret.predict import predict
 from paralab.theory import fit
@@ -218,6 +219,7 @@ def test_a_cache_that_cannot_be_written_is_no_error_and_measured_once(
         monkeypatch.setattr(calibrate.os, "replace", Mock(side_effect=OSError("no space left")))
     assert pl.Cluster.local() == pl.Cluster.local() == CLUSTER
     assert len(measurements) == 1
+    assert "; it could not be kept: set PARALAB_CACHE_DIR" in doctor.calibrated("cpu")
     folder = calibrate.cache_path().parent
     assert what != "a full disk" or list(folder.iterdir()) == []  # nothing half-written is left
 

@@ -226,9 +226,8 @@ def test_calibrate_measures_first_and_not_the_gpus_that_there_are_not(fake, caps
 
 def test_under_torchrun_the_first_rank_of_each_machine_speaks_for_it(fake, capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert "over gloo; legal: 'cpu'" in shell_refuses(
-        capsys, "doctor", "--calibrate", "--device", "cuda"
-    )
+    said = shell_refuses(capsys, "doctor", "--calibrate", "--device", "cuda")
+    assert "over gloo; legal: 'cpu'" in said
     for nodes, says_one, speaks in ((0, False, False), (1, True, True), (2, False, True)):
         monkeypatch.setattr(between, "calibrate_nodes", lambda device, nodes=nodes: nodes)
         monkeypatch.setenv("LOCAL_RANK", str(int(not nodes)))

@@ -81,18 +81,11 @@ def test_at_scale_bytes_are_those_of_arithmetic(big):
     assert sent["dp", "inter"] == pytest.approx(2 * 5 / 6 * psi * 4, rel=1e-6)
 
 
-def test_steps_are_alike_and_clipping_sends_more():
+def test_the_step_has_all_moments_and_clipping_sends_more():
     plan = PLAN.replace(dp=2, pp=2)
-    one, three = pl.dry_run(MODEL, plan), pl.dry_run(MODEL, plan, steps=3)
-    for name in ("spans", "collectives", "memory", "steps"):
-        table = getattr(three, name)
-        assert table["step"].value_counts().to_dict() == dict.fromkeys(range(3), len(table) // 3)
-        assert len(table) == 3 * len(getattr(one, name))
-    ends = three.steps["end"].tolist()
-    assert three.steps["start"].tolist() == [0.0, *ends[:-1]]
-    moments = three.memory.groupby("step")["time"].agg(["min", "max"])
-    assert moments.values.tolist() == three.steps[["start", "end"]].values.tolist()
-    assert three.traffic().equals(one.traffic()) and three.peak_memory == one.peak_memory
+    one = pl.dry_run(MODEL, plan)
+    moments = one.memory.groupby("step")["time"].agg(["min", "max"])
+    assert moments.values.tolist() == one.steps[["start", "end"]].values.tolist()
     other = pl.dry_run(MODEL, plan, rank=2)  # of the second stage, with a copy of the embedding
     both = one.meta["num_params"] + other.meta["num_params"]
     assert both == MODEL.num_params + MODEL.vocab * MODEL.hidden
@@ -128,7 +121,7 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     ({"plan": BIG.replace(pp=256)}, "pp=256.*up to 128"),
     ({"model": MODEL}, "heads=4.*multiple of 8"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0"),
-    ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*needs 3072"),
+    ({"cluster": pl.Cluster.preset("dgx-a100")}, "cluster='dgx-a100'.*3072 ranks"),
 ], ids=str)  # fmt: skip
 def test_what_no_run_could_do_is_refused(arguments, said):
     refuses(said, pl.dry_run, **{"model": TRILLION, "plan": BIG, **arguments})

@@ -283,11 +283,11 @@ def evaluates_closures():
         update.step(closure)
 
 
-def unequal_steps():
+def unequal_steps(first=3):
     model = ddp(layers(1))
     with Join([model]):
-        trained(model, 256, steps=3 if dist.get_rank() == 0 else 6)
-    return [1.0] * 3 if dist.get_rank() == 0 else [2.0] * 6
+        trained(model, 256, steps=6 if dist.get_rank() else first)
+    return [2.0] * 6 if dist.get_rank() else [1.0] * first
 
 
 def plays_in_turn():
@@ -629,6 +629,7 @@ SAID = {
     (unequal_steps,): (2, {
         CALLS: ("1 × all_reduce of 0.263 MB",), FORM: (": 2 (n−1)/n Ψ = 0.263 MB per rank",),
         TIMES: (ONCE,), UNKNOWN: ("from 2 to 5 steps that count",)}),
+    (unequal_steps, 1): (2, {UNKNOWN: ("from 0 to 5 steps that count",)}),
     (beside_ddp, "a statistic"): (
         2, {FORM: (SUMMED + "4 (n−1)/n Ψ = 2.1 MB",), TIMES: (EVERY,)}),
     (beside_ddp, "features"): (

@@ -154,7 +154,7 @@ def test_ranks_of_a_plan_are_on_the_nodes_of_the_cluster_that_is_named(measured)
     assert set(replayed.traffic("level")["level"]) == {"inter"}
     assert set(replayed.collectives["level"]) == {"inter"}
     assert set(measured.collectives["level"]) == {"intra"}  # the run's own stays
-    with pytest.raises(ValueError, match="cluster='stated': it has 2 devices, and the 3 ranks of"):
+    with pytest.raises(ValueError, match="cluster='stated': it has 2 devices, and 3 ranks need"):
         measured.replay(CLUSTER.replace(devices_per_node=2))
 
 

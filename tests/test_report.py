@@ -185,6 +185,9 @@ def test_means_over_ranks_are_of_those_that_took_the_step():
     said = report.summary()["value"]
     assert (said["forward and backward"], said["host's processor at work"]) == (4e3, 3e3)
     assert said["step time"] == 1e4
+    once = (0, 3, "comm:dp", "comm", 0.0, 6.0), (0, 3, "compute", "wait", 0.0, 3.0)  # local SGD
+    said = hand_made(*once, steps=[(0, n, 0.0, 10.0) for n in range(4)]).summary()["value"]
+    assert (said["communication in flight"], said["waiting"]) == (2e3, 1e3)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])

@@ -184,8 +184,6 @@ def test_a_refusal_is_short_and_has_words_for_any_value(make):
     # More steps than a report can hold.
     ("steps=.* rows per step, .* too large; legal: up to ",
      lambda: pl.predict(MODEL, pl.Plan(), DGX, steps=10**6)),
-    ("steps=.* rows per step, .* too large; legal: up to ",
-     lambda: pl.dry_run(MODEL, pl.Plan(), steps=2**62)),
     ("axis=3: unknown choice", lambda: pl.Plan().ranks(3, 0)),
     ("axis='tp:row'", lambda: pl.Plan(dp=2).ranks("tp:row", 0)),
     ("rank=None: not a whole number", lambda: pl.Plan().place(None)),

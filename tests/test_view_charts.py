@@ -458,6 +458,7 @@ def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_
         ({"collectives": more}, "rank 1 sends 2 kB in 1 call, and no rank sends more"),
         ({"steps": steps, "collectives": calls}, "each rank sends 1 kB in 1 call"),
         ({"collectives": more.iloc[:0]}, "no rank sends anything"),
+        ({"collectives": more.assign(step=1)}, "no rank sends anything in step 0"),
     ):
         chart = dataclasses.replace(report, **tables).timeline(step=0)
         assert chart.finding == f"Swap on 2 ranks: {said}"

@@ -141,9 +141,10 @@ def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     assert list(cells(chart)) == [0]
     assert chart.finding == "There is only one rank, so it shares a group with no other"
     refuses("rank=4: out of range; legal: a whole number from 0 to 3", mesh, pl.Plan(dp=4), rank=4)
-    refuses(r"it has 8 devices, the plan needs 16.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
-    one = cluster(1).replace(devices_per_node=1)
-    refuses(r"it has 1 device, the plan needs 2; legal: more nodes", mesh, pl.Plan(dp=2), one)
+    refuses(r"it has 8 devices, and 16 ranks.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
+    refuses("it has 1 device, and 2 ranks need one each", mesh, pl.Plan(dp=2), cluster(1, 1))
+    refuses("plan=4: not a plan; legal: a pl.Plan", mesh, 4)
+    refuses("cluster='dgx-a100': not a cluster", mesh, pl.Plan(dp=2), "dgx-a100")
 
 
 def test_a_row_names_the_stages_of_its_rank():

@@ -26,6 +26,7 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
         assert kept[stage, category] == pytest.approx(kept[0, category] / DP, rel=0.05)
     assert (table.groupby(["stage", "category"])["bytes"].nunique() == 1).all()
     refuses("dp=1", view.zero_shards, MODEL, 1)
+    refuses("model=None: not a model description", view.zero_shards, None)
     for dp, name in ((DP, "rank 3"), (16, "15")):  # the words in the margin have the same room
         chart = view.zero_shards(MODEL, dp)
         low, high = chart.layout.xaxis.range

@@ -78,7 +78,7 @@ DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # torch can only see a GPU if one of t
 
 # Calibrations of this process whose cache file could not be written, by path: without them every
 # prediction would measure again.
-_unwritten: dict[Path, dict[str, Any]] = {}
+unwritten: dict[Path, dict[str, Any]] = {}
 _repeated: set[Path] = set()  # paths of calibrations that this process repeated: others were busy
 
 
@@ -179,7 +179,7 @@ def calibration_points(**settings: Any) -> dict[str, list[dict[str, Any]]]:
 def known(device: str = "cpu") -> dict[str, Any] | None:
     """The calibration in this process or in the cache, or None. Nothing is measured."""
     path = cache_path(device)
-    return _unwritten.get(path) or _read(path)
+    return unwritten.get(path) or _read(path)
 
 
 def cache_path(device: str = "cpu") -> Path:
@@ -253,9 +253,9 @@ def _write(path: Path, known: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         output_files.write(path, json.dumps(known).encode())
-        _unwritten.pop(path, None)
+        unwritten.pop(path, None)
     except (OSError, ValueError):  # a folder of that name, say
-        _unwritten[path] = known
+        unwritten[path] = known
 
 
 # ---- measuring --------------------------------------------------------------------------------

@@ -209,7 +209,8 @@ class Observer(Program):
         """
         self.describe()
         self.saw_nothing = not self.started and not self.calls.made
-        if not self.started or (self.in_step and not self.step):
+        self.about["unended"] = not self.started or (self.in_step and not self.step)
+        if self.about["unended"]:
             self.end_step()
         if self.in_step:
             self.recorder.leave()

@@ -219,8 +219,8 @@ def of_python() -> bool:
 
 
 def _kinds(module: Any) -> set[str]:
-    """Names of the module's class and of its base classes."""
-    return {kind.__name__ for kind in type(module).__mro__}
+    """Names of torch's classes among the module's own and its bases: others use the same names."""
+    return {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
 
 
 def _at_rest(module: Any) -> Iterator[Tensor]:

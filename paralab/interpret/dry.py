@@ -41,16 +41,13 @@ class _Numbers(Costs):
         return 0.0
 
 
-def numbered(
-    program: Program, rank: int, node_of: Callable[[int], int], steps: int, *, gloo: bool
-) -> Tables:
-    """The tables of a global rank whose pipeline rank's list is compiled; all steps are alike."""
+def numbered(program: Program, rank: int, node_of: Callable[[int], int], *, gloo: bool) -> Tables:
+    """The tables of a step of a global rank whose pipeline rank's list is compiled."""
     times = walked(program, _Numbers(program, ONES))
-    member, length = Member(program, rank, node_of), times.seconds
+    member = Member(program, rank, node_of)
     mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp, gloo)
     rows = Rows(program.plan.world_size)
-    for step in range(steps):
-        rows.add(member, mine, held, step, step * length, (step + 1) * length)
+    rows.add(member, mine, held, 0, 0.0, times.seconds)
     return rows.tables()
 
 

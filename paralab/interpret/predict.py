@@ -79,7 +79,10 @@ def predict(
     if detail is None:
         detail = "calls" if rows * (steps + 1) <= MANY else "actions"
     choice("detail", detail, DETAILS, "None")
-    check_steps(steps, rows if detail == "calls" else _actions(plan))
+    rows = rows if detail == "calls" else _actions(plan)
+    if steps > (most := max(1, MOST // rows)):
+        why = f"with about {rows:,} rows per step, the report would be too large"
+        raise illegal("steps", steps, why, f"up to {most}")
     meta: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":
         from paralab.interpret.outline import outline
@@ -96,14 +99,6 @@ def predict(
         meta={**meta, "nodes": [cluster.node_of(rank) for rank in range(plan.world_size)]},
         **tables,
     )
-
-
-def check_steps(steps: int, rows: int) -> None:
-    """Refuse more steps, of ``rows`` each and all alike, than a report can hold."""
-    most = max(1, MOST // rows)
-    if steps > most:
-        why = f"with about {rows:,} rows per step, the report would be too large"
-        raise illegal("steps", steps, why, f"up to {most}")
 
 
 def _actions(plan: Plan) -> int:

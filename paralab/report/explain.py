@@ -25,7 +25,7 @@ from paralab.report.paradigm import (
     trained_bytes,
     whole_number,
 )
-from paralab.report.summary import summary
+from paralab.report.summary import readable, summary
 from paralab.report.tables import Tables
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -56,6 +56,8 @@ UNKNOWN = {  # what is not known, by the condition under which it is not: see `_
     "after that, which takes longer; with memory_steps=0, in the first step.",
     "clocks": "The order of moments on different machines that are less than {apart:.2g} ms apart: "
     "their clocks were compared once, before the first step, and may drift apart in a long run.",
+    "unended": "Where steps end: no step was ended, so all that the program did counts as one. "
+    "Call paralab.step() where a step ends, and observe with steps='marked'.",
     "scratch": "What kernels allocate and free while they compute, attention or gloo's gathers "
     "say: only tensors that operations return are counted, so the process may hold more than the "
     "peak says.",
@@ -141,11 +143,12 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
 # ---- time ---------------------------------------------------------------------------------------
 def _hidden(report: Tables) -> str:
     value = summary(report)["value"]
-    if not (moving := value["communication in flight"]):
+    moving, waiting = (readable(value[name]) for name in ("communication in flight", "waiting"))
+    if moving == "0":
         return ""
     return (
-        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms per step in which "
-        f"communication is in flight; a rank waits for {value['waiting']:.1f} ms per step."
+        f"{value['of it hidden behind compute']:.0f} % of the {moving} ms per step in which "
+        f"communication is in flight; a rank waits for {waiting} ms per step."
     )
 
 
@@ -270,15 +273,16 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         "gloo": len(calls) and (not on_gpu or (observed and report.meta.get("backend") == "gloo")),
         "DDP": "DistributedDataParallel" in made_of(report, "modules"),
         "clocks": report.clock == "measured" and apart,
+        "unended": observed and all(program.get("unended") for program in observed),
         "scratch": observed and counted,
     }
     unknown = [text.format(apart=apart) for name, text in UNKNOWN.items() if holds[name]]
     steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
-    counts = sorted(set(steps["rank"].value_counts()))
+    counts = sorted({(steps["rank"] == rank).sum() for rank in facts.reported_ranks(report)})
     if len(counts) > 1:
         unknown.append(
-            f"What ranks did after their last step: ranks have from {counts[0]} to {counts[-1]} "
-            "steps that count, and what follows the last step of a rank is left out. traffic() "
+            f"All that each rank did: ranks have from {counts[0]} to {counts[-1]} steps that "
+            "count. Step 0 and what follows the last step of a rank are left out. traffic() "
             f"divides the bytes of every rank by {counts[-1]} steps."
         )
     if counted and counted[-1] < report.steps["step"].max():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from paralab.checks import choice, whole
@@ -234,9 +234,11 @@ def _sums_in_outline(report: Tables, spans: pd.DataFrame) -> dict[str, float]:
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
-    """The median of each of ``shares`` over the measured steps; NaN without steps."""
+    """Medians of ``shares`` over the measured steps; means if most do not communicate; or NaN."""
     parts = [shares(report, step) for step in measured_steps(report)]
-    return {name: median([part[name] for part in parts] or [NAN]) for name in SHARES}
+    moving = [part["communication"] for part in parts]
+    typical = fmean if any(moving) and not median(moving) else median
+    return {name: typical([part[name] for part in parts] or [NAN]) for name in SHARES}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:

@@ -48,7 +48,8 @@ def summary(report: Tables) -> pd.DataFrame:
 
     rows = _of_a_dry_run(report) if report.clock == DRY else _of_a_run(report)
     frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
-    frame["value"] = [round(n, 4 if abs(n) >= 0.01 else 6) for n in frame["value"]]  # to the byte
+    # To the byte, and without a sign of zero.
+    frame["value"] = [round(n, 4 if abs(n) >= 0.01 else 6) + 0.0 for n in frame["value"]]
     return frame.set_index("quantity")
 
 

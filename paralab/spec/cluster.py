@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paralab import checks
-from paralab.checks import amount, checked, choice, count, illegal, instance
+from paralab.checks import amount, checked, choice, count, count_of, illegal, instance
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
 from paralab.theory.traffic import OPS
 
@@ -241,6 +241,14 @@ class Cluster(checks.Description):
         if not isinstance(name, str) or name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
+
+
+def check_devices(cluster: Any, ranks: int) -> None:
+    """Refuse what is neither a cluster nor None, or has fewer devices than ranks."""
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
+    if cluster is not None and ranks > cluster.num_devices:
+        why = f"it has {count_of(cluster.num_devices, 'device')}, and {ranks} ranks need one each"
+        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
 
 
 def control_groups(files: Iterable[Sequence[str]]) -> Iterator[list[str]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal, instance
+from paralab.checks import count_of, illegal, instance
 from paralab.report import amounts, facts, metrics
 from paralab.report.facts import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
@@ -141,7 +141,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
 
 def _prediction_and_run(a: Any, b: Any) -> tuple[Tables, Tables]:
-    """The two reports, the prediction first. Raises ``ValueError`` if they are not such a pair."""
+    """The two reports, also those that blocks hold, the prediction first; or ``ValueError``."""
+    a, b = (r if isinstance(r := getattr(x, "report", x), Tables) else x for x in (a, b))
     for name, value in (("expect", a), ("report", b)):
         instance(name, value, Tables, "what pl.predict and pl.run return", "report")
         needs_times(value, "a comparison")
@@ -177,7 +178,9 @@ def _same_subject(expect: Tables, report: Tables) -> None:
     settings += [("optimizer", *optimizers)] * all(optimizers)
     for name, x, y in settings:
         if x != y:
-            legal = "a prediction of what was run"
+            legal = f"pl.predict(report.model, report.plan, cluster, optimizer={optimizers[1]!r})"
+            if "observed" in report.meta:  # only the number of ranks can differ
+                legal = f"a prediction for {count_of(y, 'rank')}"
             raise ValueError(f"{name}: {x!r} was predicted, {y!r} was run; legal: {legal}")
     if device_of(report) == "cuda" and not expect.cluster.gpus:
         why = "the run was on GPUs, and this prediction is for CPUs"

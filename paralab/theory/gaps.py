@@ -111,7 +111,8 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
             yield "There is a core for every rank, but the cores had other work too."
         if 1 < len(theirs) <= len(modelled):
             yield "Links between nodes that are slower than stated have the same effect."
-    if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
+    carries = len(report.copies) or expect.world_size > 1
+    if carries and (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the other "
             f"threads of a rank used {in_seconds(by_threads)} of CPU time per step. Ranks with "

@@ -26,12 +26,13 @@ from collections import defaultdict
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import count_of, illegal, instance, real
+from paralab.checks import illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
 from paralab.report.facts import device_of, in_outline, node_of, reach
 from paralab.report.tables import Tables, letters
 from paralab.spec import Cluster
+from paralab.spec.cluster import check_devices
 from paralab.theory.traffic import POINT_TO_POINT, ends, level
 
 if TYPE_CHECKING:
@@ -127,11 +128,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 
 def _placed(report: Tables, cluster: Cluster) -> Tables:
     """The report with its ranks on the cluster's nodes, and each call's level as it is there."""
-    if (ranks := report.world_size) > cluster.num_devices:
-        devices = count_of(cluster.num_devices, "device")
-        why = f"it has {devices}, and the {ranks} ranks of the run need one each"
-        legal = "a cluster with more nodes, or None for this machine"
-        raise illegal("cluster", cluster.name, why, legal)
+    check_devices(cluster, ranks := report.world_size)
     nodes = list(map(cluster.node_of, range(ranks)))
     if nodes == [node_of(report, rank) for rank in range(ranks)]:
         return report

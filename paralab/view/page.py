@@ -110,7 +110,8 @@ def _descriptions(report: Tables) -> str:
         psi = facts.num_params(report)
         size = {"parameters Ψ": f"{psi:,}"} if psi else {}
         groups = {"Model": report.model.to_dict() | size, "Plan": plan}
-    groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": report.meta}
+    run = {name: value for name, value in report.meta.items() if name != "observed"}  # pages of it
+    groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": run}
     return "\n".join(
         f"<div><h3>{name}</h3>{_pairs_table(values)}</div>"
         for name, values in groups.items()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import count_of, illegal, whole
+from paralab.checks import instance, whole
 from paralab.spec import Cluster, Plan
+from paralab.spec.cluster import check_devices
 from paralab.theory.traffic import level
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -69,11 +70,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int = 0) -> Chart:
     first and the last are drawn; the table has all. Raises ValueError if there is no such rank, or
     if the cluster has too few devices.
     """
-    world = plan.world_size
-    if cluster is not None and world > cluster.num_devices:
-        devices = count_of(cluster.num_devices, "device")
-        why = f"it has {devices}, the plan needs {world}"
-        raise illegal("cluster", cluster.name, why, "more nodes, or fewer ranks")
+    world = instance("plan", plan, Plan, "a pl.Plan(...)").world_size
+    check_devices(cluster, world)
     rank = whole("rank", rank, at_least=0, at_most=world - 1)
     own_groups = groups(plan, cluster, rank)
     grid = Grid(plan, rank)

@@ -110,7 +110,7 @@ def _sent(report: Tables, step: int) -> str:
     """What the rank that sends the most bytes in this step sends, and in how many calls."""
     calls = facts.own_calls(report).query("step == @step and wire_bytes > 0")
     if calls.empty:
-        return "no rank sends anything"
+        return "no rank sends anything" + f" in step {step}" * (len(facts.own_calls(report)) > 0)
     sent = calls.groupby("rank")["wire_bytes"].sum()
     most = sent.idxmax()
     own_calls = calls[calls["rank"] == most]

@@ -40,6 +40,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     """
     whole("dp", dp, at_least=2, at_most=MOST_RANKS)
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
+    plans[0].validate(model)
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
     faint = theme.look().faint
     cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, anchor="left", ink=faint)]
