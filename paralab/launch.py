@@ -168,20 +168,21 @@ def launch_program(
     The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
+    first = [None] * (with_context if fn is ... else not any_tensor)  # the group of a rank
     fn = program if fn is ... else fn
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "
             "a call from a process that is not a rank, where PARALAB_RANK is not set"
         )
-    call = "fn(*args)" if any_tensor else "fn(group, *args)"
+    call = "fn(group, *args)" if first else "fn(*args)"
     if not callable(program) or not (any_tensor or callable(fn)):
         raise illegal("fn", fn, "cannot be called", f"a function for the call {call}")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = check_launch(timeout, device, strict, stop)
     payload = _pickled("fn", program, tuple(args), fn)
-    if callable(fn) and (why := misfit(fn, *[None] * (not any_tensor), *args)):
+    if callable(fn) and (why := misfit(fn, *first, *args)):
         raise illegal("fn", fn, why, f"a function for the call {call}, with args={shown(args)}")
     cwd = current_folder()
     task = {
