@@ -136,6 +136,7 @@ def test_an_interrupt_while_the_ranks_end_is_raised_once_they_have_ended(
         if interrupted_before:
             raise KeyboardInterrupt("the first")
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     monkeypatch.setattr(RankServer, "end_ranks", end_ranks_under_interrupt)
     words = "the first; interrupted" if interrupted_before else "interrupted; 1 of 1 steps done"
     with pytest.raises(KeyboardInterrupt, match=f"^{words}") as caught:
