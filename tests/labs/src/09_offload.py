@@ -655,16 +655,19 @@ puzzle
 ### ANSWER: stream
 
 
-verdict_stream = pl.exercises.stream.check(my_stream)
-verdict_stream
+pl.exercises.stream.check(my_stream)
 
 # %% [markdown]
-# The picture of your order, or, until it passes, of one unit after the other. The dashed line is
-# the least possible time:
+# The picture of your order, or, as long as it cannot run, of one unit after the other. The dashed
+# line is the least possible time:
 
 # %%
 one_by_one = [(what, unit, unit % 2) for unit in range(6) for what in ("read", "update", "write")]
-view.jobs(my_stream(6, 2) if verdict_stream else one_by_one, host="fast")
+try:
+    chart = view.jobs(my_stream(6, 2), host="fast")
+except Exception:  # the verdict says why it cannot run
+    chart = view.jobs(one_by_one, host="fast")
+chart
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Let a read take r seconds, an update u and a write w, for U units. On the fast
