@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
 import paralab as pl
 from paralab.launch import launch_program
@@ -496,7 +496,11 @@ def cell() -> Iterator[Callable[..., tuple[str, str, str]]]:
     """
     env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     own = {"env": env, "extra_arguments": ["--HistoryManager.enabled=False"]}
-    manager, client = start_new_kernel(startup_timeout=HANG_S, **own)
+    manager = KernelManager(transport="ipc")  # files, as a free port may be another's by then
+    manager.start_kernel(**own)
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=HANG_S)
 
     def executed(code: str, interrupt: bool = False) -> tuple[str, str, str]:
         shown, error = [], ["", ""]
