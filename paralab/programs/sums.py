@@ -120,7 +120,8 @@ class Sums:
             raise self.refuse(position, why, "a sum, an ADD or an UPDATE that reads it")
         if self.wrong_contents is not None:
             raise self.wrong_contents
-        self._require_copies()
+        if self.program.plan.tiers is not None:
+            self._require_copies()
         for unit, position in self.stale.items():
             why = f"each rank updates its shard of {self.parameters(unit)}, which is never gathered"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' after it, for the next step")
