@@ -207,7 +207,7 @@ class Dropping(Op):
 
     def __init__(self, name: str, part: Part) -> None:
         super().__init__(name)
-        self.p, self.out = part.p, part.tokens * part.width
+        self.p, self.out, self.dropout = part.p, part.tokens * part.width, name
         self.passes_grad, self.keeps = not part.p, self.out * (part.p > 0)
         self.scratch = (part.cut_mask("residual", self.out), 0, 0)
         drawn = elementwise(draw=part.masks["residual"])
@@ -219,8 +219,7 @@ class Dropping(Op):
 
     def drop(self, x, env):
         """(x with dropout, in place; the mask, or None without dropout)."""
-        name = self.name.removesuffix(".position")  # the reference's name for the embedding
-        mask = env.mask(name, self.p, "residual") if self.p else None
+        mask = env.mask(self.dropout, self.p, "residual") if self.p else None
         return (x if mask is None else drop_(x, mask, self.p)), mask
 
     def undrop(self, mask, g):
@@ -233,6 +232,7 @@ class Positions(Dropping):
     def __init__(self, name: str, part: Part, shape: tuple[int, int]) -> None:
         super().__init__(name, part)
         self.params, self.length = {"weight": shape}, shape[0]
+        self.dropout = "embedding"  # of both embeddings' sum, as the reference calls it
         self.defers_grad, self.defers_made = self.passes_grad, not self.passes_grad
         self.scratch = (self.scratch[0], 0, part.item * math.prod(shape))
         forward, backward, _ = self.work
